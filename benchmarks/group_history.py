@@ -14,6 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from bisect import bisect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
+from headrace.records.group_event import GroupEvent
 from headrace.records.trajectory import Lane
-from headrace.replay.history import HistoryRow
 from headrace.run.group_files import list_files, merge_files, read_file, write_file
-from headrace.run.group_history import INDEX, DataRow, GroupHistory, GroupQuery
+from headrace.run.group_history import INDEX, GroupHistory
+from headrace.run.group_query import DataRow, GroupQuery
 from headrace_services.trainer.control.history_writer import to_columns
 from headrace_services.trainer.data import Problem
 
@@ -43,29 +45,42 @@ class Questions:
         ), order // PROBLEMS
 
 
-def events_of(order: int) -> list[HistoryRow]:
-    group, ms = f"e{order // PROBLEMS}-train-{order % PROBLEMS}", 1_000_000 + order * 10
-    told: list[tuple[str, dict[str, object]]] = [
-        ("enqueued", {"lane": "train", "order": order, "n": 2, "environment": "math"}),
-        ("leased", {"replica": f"r{order % 8}", "attempt": 1, "version": order // 64}),
-        ("pushed", {"index": 0, "tokens": order % 500, "oldest": order // 64, "newest": order // 64}),
-        ("pushed", {"index": 1, "tokens": order % 700, "oldest": order // 64, "newest": order // 64}),
-        ("scoring", {}),
-        ("scored", {"index": 0, "reward": order % 3 / 2, "build": "b1"}),
-        ("scored", {"index": 1, "reward": order % 5 / 4, "build": "b1"}),
+def events_of(order: int, ms: int) -> list[GroupEvent]:
+    """Return the events of a group that was enqueued at this time."""
+    group, generation = f"e{order // PROBLEMS}-train-{order % PROBLEMS}", 1_000 + order * 7919 % 9_000
+    told: list[tuple[int, str, dict[str, object]]] = [
+        (0, "enqueued", {"lane": "train", "order": order, "n": 2, "environment": "math"}),
+        (100, "leased", {"replica": f"r{order % 8}", "attempt": 1, "version": order // 64}),
+        (generation // 2, "pushed", {"index": 0, "tokens": order % 500, "oldest": order // 64, "newest": order // 64}),
+        (generation, "pushed", {"index": 1, "tokens": order % 700, "oldest": order // 64, "newest": order // 64}),
+        (generation, "scoring", {}),
+        (generation + 300, "scored", {"index": 0, "reward": order % 3 / 2, "build": "b1"}),
+        (generation + 400, "scored", {"index": 1, "reward": order % 5 / 4, "build": "b1"}),
     ]
     if order % 1000 == 7:
-        told.append(("failed", {"reason": "KeyError"}))
+        told.append((generation + 500, "failed", {"reason": "KeyError"}))
     else:
-        told += [("ready", {}), ("reserved", {"step": order // 64 + 1}), ("trained", {"step": order // 64 + 1})]
-    return [HistoryRow(f"{ms + i}-0", 0, what, group, **fields) for i, (what, fields) in enumerate(told)]  # type: ignore[arg-type]
+        step: dict[str, object] = {"step": order // 64 + 1}
+        told += [(generation + 500, "ready", {}), (12_000, "reserved", step), (14_000, "trained", step)]
+    # several groups are told of in a millisecond: the number of an entry tells them apart
+    return [
+        GroupEvent(f"{ms + later}-{order * 16 + i}", 0, what, group, **fields)  # type: ignore[arg-type]
+        for i, (later, what, fields) in enumerate(told)
+    ]
 
 
-def make(folder: Path, groups: int) -> None:
+def make(folder: Path, groups: int, first_ms: int = 1_764_000_000_000, ms_per_group: int = 10) -> None:
+    """Write the files. Groups are enqueued one after the other, and generated side by side."""
+    waiting: list[GroupEvent] = []
     for start in range(0, groups, AT_ONCE):
-        rows = [row for order in range(start, min(groups, start + AT_ONCE)) for row in events_of(order)]
-        write_file(folder, to_columns(rows, Questions()))
+        end = min(groups, start + AT_ONCE)
+        waiting += [row for order in range(start, end) for row in events_of(order, first_ms + order * ms_per_group)]
+        waiting.sort(key=lambda row: row.cursor)
+        until = (first_ms + end * ms_per_group, 0)
+        count = bisect(waiting, until, key=lambda row: row.cursor) if end < groups else len(waiting)
+        write_file(folder, to_columns(waiting[:count], Questions()))
         merge_files(folder)
+        del waiting[:count]
 
 
 def median(call: Callable[[], object]) -> float:

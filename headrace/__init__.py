@@ -1,11 +1,12 @@
-"""Headrace's base package: the environment SDK, and what all services share (contract, configuration and client).
+"""Headrace's base package: the environment SDK, runs from Python, and what all services share (contract, configuration and client).
 
-It imports no torch, no vLLM and no transformers. `import headrace` loads only the environment SDK.
+It imports no torch, no vLLM and no transformers. `import headrace` loads only the environment SDK; `Run` and `train` are loaded when they
+are first used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ChatError
 from headrace.env.environment import Environment, Sample
@@ -13,9 +14,18 @@ from headrace.env.episode import Episode
 from headrace.records.score import Score
 
 if TYPE_CHECKING:
+    from headrace.api.run import Run, train
     from headrace.env.attachment import Attachment
 
-__all__ = ["ChatError", "Environment", "Episode", "Sample", "Score", "attach", "serve"]
+__all__ = ["ChatError", "Environment", "Episode", "Run", "Sample", "Score", "attach", "serve", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Run", "train"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from headrace.api import run
+
+    return getattr(run, name)
 
 
 def serve(

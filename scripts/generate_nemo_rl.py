@@ -53,6 +53,19 @@ Every NeMo RL file has one of them, and Headrace has none. `check`, `show` and `
 `defaults`, `_override_`, `${{section.key}}`, `${{mul:…}}` and the other interpolations mean the same as in NeMo RL;
 [configuration.md](configuration.md) explains them. On the command line, keys have no `+` or `++` before them.
 
+## Which files load
+
+Of 37 GRPO and PPO files of NeMo RL's `examples` (August to November 2026):
+
+| the file | files | |
+| --- | --- | --- |
+| trains on text: GRPO, DAPO, CISPO, ProRLv2, GDPO or PPO; synchronous, asynchronous, single controller; any engine | 24 | loads |
+| has an environment that no data set names (`grpo_sliding_puzzle.yaml`) | 4 | refused: give its data, and write it |
+| plays NeMo Gym | 2 | refused: an environment of type `verifiers` plays it |
+| trains the router of a mixture of experts by another loss (`moe_router_bias_update_rate`, `aux_loss`) | 2 | refused: set it to 0 or none |
+| has a data set that isn't known (LiveCodeBench) | 1 | refused: convert it |
+| needs audio or images, FP8 rollouts, router replay, or a draft model | 4 | refused |
+
 ## The rules
 
 Interpolations are resolved first. Then the first of these rules that applies decides about each key of the file:
@@ -72,11 +85,30 @@ Parts that NeMo RL itself ignores are listed as such and not checked:
 - with `megatron_cfg.enabled`, `dtensor_cfg`, `optimizer` and `scheduler`: `megatron_cfg.optimizer` and
   `megatron_cfg.scheduler` replace the last two;
 - `async_rl`, if `async_grpo` (`async_ppo`) is given;
-- environments that no data set names;
+- the environments of NeMo RL that no data set names. Another environment that none names is an error, and so is one with `enabled: true`,
+  because a script of NeMo RL trains on it, whatever data sets the file has;
+- `batch_multiplier` without dynamic sampling;
 - a type of truncated importance sampling without a ratio.
 
 Sections of engines that Headrace replaces are listed: Megatron's parallelism and kernels, SGLang, TensorRT-LLM, Dynamo, the ports
 and transports of refits, the data plane. vLLM generates whatever `policy.generation.backend` says.
+
+### Several turns, and NeMo Gym
+
+An environment of several turns is a program here, which calls the policy itself ([agents.md](agents.md)):
+
+- `grpo.max_rollout_turns` is `agents.max_rollout_turns`, the calls of an episode, if the environment that the data sets name has
+  `episodes: true` or is of type `verifiers`. Environments of NeMo RL that end after one answer (`math`, for example) don't need it.
+- `grpo_sliding_puzzle.yaml` and files like it define an environment that only their own script uses. Give its data, name it, and write it:
+
+  ```yaml
+  defaults: nemo-rl/examples/configs/grpo_sliding_puzzle.yaml
+  data: {{train: {{_override_: true, data_path: boards.jsonl}}, default: {{env_name: sliding_puzzle_game}}}}
+  env: {{sliding_puzzle_game: {{target: puzzle.py:Puzzle, episodes: true}}}}
+  ```
+
+- NeMo Gym's own rollouts are not used, but its resource servers are: an environment of type `verifiers` plays their episodes
+  ([agents.md](agents.md#openenv-and-nemo-gym)). Keys of those rollouts are listed, and its penalties are refused.
 
 A NeMo RL file implies the following values, unless it sets these keys itself:
 

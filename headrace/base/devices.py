@@ -70,11 +70,13 @@ class UnusableGPU(ServiceError):
 
 @dataclasses.dataclass(frozen=True)
 class Inventory:
-    """The usable devices of this machine. `cuda` is the newest version that the driver runs, as (major, minor)."""
+    """The usable devices of this machine. `cuda` is the newest version that the driver runs, as (major, minor). `lost` has the error of
+    each GPU that the driver counts and can't reach, by nvidia-smi's index."""
 
     devices: tuple[Device, ...] = ()
     driver: str = ""
     cuda: tuple[int, int] = (0, 0)
+    lost: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def check_driver(self) -> None:
         """Raise `UnusableGPU` if the driver can't run the wheels."""
@@ -205,9 +207,32 @@ def plan(devices: Sequence[Device], *, ranks: int, replicas: int, slice_size: in
 
 
 def visible(environ: Mapping[str, str]) -> Inventory:
-    """Return the devices that this process may use: those of the installed ones that CUDA_VISIBLE_DEVICES names. Raises `ServiceError`."""
-    found = read_inventory()
-    return dataclasses.replace(found, devices=tuple(select_devices(found.devices, environ.get(VISIBLE))))
+    """Return the devices that this process may use: those of the installed ones that CUDA_VISIBLE_DEVICES names. Raises `ServiceError`,
+    which is `UnusableGPU` if a lost GPU is among them."""
+    found, names = read_inventory(), environ.get(VISIBLE)
+    if found.lost and (lost := _lost_among(found, names)):
+        there = ",".join(device.uuid for device in found.devices)
+        raise UnusableGPU(
+            f"the NVIDIA driver can't reach {lost}; reset the GPU (`nvidia-smi --gpu-reset`) or restart the machine, or go on without it: "
+            f"{VISIBLE}={there}"
+        )
+    return dataclasses.replace(found, devices=tuple(select_devices(found.devices, names)))
+
+
+def _lost_among(found: Inventory, names: str | None) -> str:
+    """Return the lost GPUs, with their errors, that a value of CUDA_VISIBLE_DEVICES may mean; empty if it leaves them out. A lost GPU tells
+    no UUID, so a UUID that no device has may be its own."""
+    asked = _words(names) if names is not None else list(found.lost)
+    stray = any(
+        word.startswith(_KINDS) and not any(device.uuid.startswith(word) for device in found.devices) for word in asked
+    )
+    return ", ".join(f"GPU {index} ({error})" for index, error in found.lost.items() if stray or index in asked)
+
+
+def _words(names: str) -> list[str]:
+    """Return what a value of CUDA_VISIBLE_DEVICES names; some values ask for no device."""
+    words = [word.strip() for word in names.split(",")]
+    return [] if words in ([""], ["-1"]) else words
 
 
 def why_on_cpu(environ: Mapping[str, str], versions: Mapping[str, str]) -> str | None:
@@ -245,10 +270,7 @@ def select_devices(devices: Sequence[Device], names: str | None) -> list[Device]
     """
     if names is None:
         return list(devices)
-    words = [word.strip() for word in names.split(",")]
-    if words in ([""], ["-1"]):  # these ask for no device
-        return []
-    found = [_find_named(devices, word, names) for word in words]
+    found = [_find_named(devices, word, names) for word in _words(names)]
     if len(set(found)) < len(found):
         raise ServiceError(f"{VISIBLE}={names} names a device twice; name each once")
     return found
@@ -277,27 +299,27 @@ def read_inventory() -> Inventory:
         raise _driver_error(error) from error
     try:
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return Inventory(
-            tuple(device for index in range(pynvml.nvmlDeviceGetCount()) for device in _list_devices(index)),
-            pynvml.nvmlSystemGetDriverVersion(),
-            (cuda // 1000, cuda % 1000 // 10),
-        )
+        found: list[Device] = []
+        lost: dict[str, str] = {}
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                found += _list_devices(index)
+            except pynvml.NVMLError as error:  # of this GPU; the others may be well
+                lost[str(index)] = str(error)
+        return Inventory(tuple(found), pynvml.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10), lost)
     except pynvml.NVMLError as error:
         raise _driver_error(error) from error
     finally:
         pynvml.nvmlShutdown()
 
 
-def _driver_error(error: pynvml.NVMLError, what: str = "its devices") -> UnusableGPU:
-    return UnusableGPU(f"the NVIDIA driver can't list {what} ({error}); see what `nvidia-smi` reports")
+def _driver_error(error: pynvml.NVMLError) -> UnusableGPU:
+    return UnusableGPU(f"the NVIDIA driver can't list its devices ({error}); see what `nvidia-smi` reports")
 
 
 def _list_devices(index: int) -> Iterator[Device]:
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except pynvml.NVMLError as error:
-        raise _driver_error(error, f"GPU {index}") from error
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     if not _is_divided(handle):
         yield _device(handle, str(index), capability)
         return

@@ -6,19 +6,20 @@ A command is imported only when it is called: a service that `headrace up` start
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from headrace.base.errors import HeadraceError, StoppedByAlarm
 from headrace.cli.commands import COMMANDS
-from headrace.cli.common import print_error
+from headrace.cli.common import App, print_error
 from headrace.launch.shell import open_standard_streams
 from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
 
@@ -43,7 +44,7 @@ def _command(name: str) -> Any:
     if isinstance(found, typer.Typer):
         command: Any = typer.main.get_group(found)
     else:
-        alone = typer.Typer(add_completion=False)
+        alone = App(add_completion=False)
         alone.command()(found)
         command = typer.main.get_command(alone)
     command.name = name
@@ -57,12 +58,26 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(
-    name="headrace", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="headrace",
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {importlib.metadata.version('headrace')}")
+        raise typer.Exit
+
+
 @app.callback()
-def headrace() -> None:
+def headrace(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
     """Reinforcement-learning post-training for language models as a pipeline of independent services."""
     # Threads that wait for each other must not occupy cores that other processes need. torch reads this when it is imported. With
     # active waiting, a training step with two threads on two busy cores took four times the CPU time of one thread.

@@ -2,6 +2,7 @@
 
 # name -> module and function, or group of subcommands
 COMMANDS = {
+    "demo": "demo:demo",
     "up": "up:up",
     "status": "status:status",
     "samples": "samples:samples",

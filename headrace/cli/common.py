@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from headrace.base.errors import HeadraceError
 from headrace.base.printable import LineFormatter, printable
@@ -33,6 +35,58 @@ RunOption = Annotated[
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
 ]
+
+
+class Command(TyperCommand):
+    """A command that takes its run in either form, as `--run RUN` or as its first argument, whichever of the two its help has."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        arguments = [each for each in self.params if isinstance(each, TyperArgument)]
+        option = next((each for each in self.params if isinstance(each, TyperOption) and RUN in each.opts), None)
+        if arguments and arguments[0].metavar == "RUN" and option is None:
+            args = _as_argument(args)
+        elif option is not None and option.required and not _gives_run(args):
+            place = self._first_argument(args)
+            args = args if place is None else [RUN, args[place], *args[:place], *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+    def _first_argument(self, args: Sequence[str]) -> int | None:
+        """Return the place of the first of `args` that is neither an option nor the value of one."""
+        options = [each for each in self.params if isinstance(each, TyperOption)]
+        valued = {name for each in options if not each.is_flag for name in each.opts}
+        skipped = False
+        for place, each in enumerate(args):
+            if skipped:
+                skipped = False
+            elif each.startswith("-") and each != "-":
+                skipped = each in valued
+            else:
+                return place
+        return None
+
+
+RUN = "--run"
+
+
+def _gives_run(args: Sequence[str]) -> bool:
+    return any(each == RUN or each.startswith(f"{RUN}=") for each in args)
+
+
+def _as_argument(args: list[str]) -> list[str]:
+    """Return the arguments with the value of `--run` as the first, if it is given."""
+    for place, each in enumerate(args):
+        if each.startswith(f"{RUN}="):
+            return [each.partition("=")[2], *args[:place], *args[place + 1 :]]
+        if each == RUN and place + 1 < len(args):
+            return [args[place + 1], *args[:place], *args[place + 2 :]]
+    return args
+
+
+class App(typer.Typer):
+    """A group of commands."""
+
+    def command(self, name: str | None = None, **given: Any) -> Any:
+        return super().command(name, **{"cls": Command, **given})
 
 
 # More GiB than any GPU has, and more GPUs than a run is compared with: a larger number is a mistake, such as one of MiB.

@@ -50,7 +50,9 @@ def check(
             "--gpus", min=1, max=MOST_GPUS, help="Number of GPUs for this run; without it, as many as it takes."
         ),
     ] = None,
-    per_host: Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host.")] = 8,
+    per_host: Annotated[
+        int | None, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host; without it, 8.")
+    ] = None,
 ) -> None:
     """Check that the configuration is valid and that everything it names exists; else print what is wrong and fail. Counts and measures the
     prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone.
@@ -60,6 +62,7 @@ def check(
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
     try:
         environment_processes.check(examined.config)
+        environment_processes.check_loading(examined.config)
         warnings, lines = _check_data_and_models(examined)
         of_memory = _check_memory(examined.config, size, gpus, per_host)
     except ConfigError:
@@ -73,16 +76,19 @@ def check(
         typer.echo(line)
 
 
-def _check_memory(config: Config, size: float | None, gpus: int | None, per_host: int) -> list[str]:
+def _check_memory(config: Config, size: float | None, gpus: int | None, per_host: int | None) -> list[str]:
     """Return warnings about the memory of the GPUs that the run takes. Raises `ServiceError` if it needs more than they have."""
     try:
         if size is not None:
-            verdict = device_plan.compare(config, device_plan.assume(config, gpus, per_host, int(size * 2**30)))
+            verdict = device_plan.compare(config, device_plan.assume(config, gpus, per_host or 8, int(size * 2**30)))
             if verdict.problem is not None:
                 raise ServiceError(verdict.problem)
             return list(verdict.warnings)
-        if gpus is not None:
-            raise ConfigError("--gpus says how many GPUs there are, but not their memory; give --gpu-memory too")
+        for option, given in (("--gpus", gpus), ("--gpus-per-host", per_host)):
+            if given is not None:
+                raise ConfigError(
+                    f"{option} {given} says how many GPUs there are, but not their memory; give --gpu-memory too"
+                )
         try:
             plan = device_plan.of(config)
         except ServiceError as error:

@@ -18,7 +18,7 @@ from headrace.base.repeats import Repeats
 from headrace.cli.common import cell, plain_table, say
 from headrace.launch.summary import NOT_STARTED, UPDATING, RunSummary, Wait
 from headrace.run.findings import long_wait
-from headrace.run.headlines import accuracy_name, alarms
+from headrace.run.headlines import accuracy_name, alarms, seconds_left
 
 SHOWN_STEPS = 10
 # A step's metric: prompts that failed since the previous step.
@@ -146,8 +146,9 @@ def open_display(console: Console) -> Iterator[LineDisplay]:
 
 def draw(run: RunSummary) -> RenderableType:
     services = plain_table()
-    for column in ("service", "state", "", "restarts", "page"):
+    for column in ("service", "state", "", "restarts"):
         services.add_column(column)
+    services.add_column("page", no_wrap=False, overflow="fold")  # an address that is cut off is of no use
     for line in run.services:
         state = Text(line.state, style=_COLOURS.get(line.state, "yellow"))
         services.add_row(
@@ -158,7 +159,10 @@ def draw(run: RunSummary) -> RenderableType:
             cell(line.page, "dim"),
         )
     groups = _format_counts(run.counts)
-    lines: list[RenderableType] = [Text(f"run {run.run_id}", style="bold"), services]
+    steps = sorted(run.train)
+    left = time_left([run.train[step] for step in steps], run.max_steps - (steps[-1] + 1 if steps else 0))
+    head = Text.assemble((f"run {run.run_id}", "bold"), (f"  {left}" if left else "", "dim"))
+    lines: list[RenderableType] = [head, services]
     if groups:
         lines.append(Text(f"groups: {groups}", style="dim"))
     if run.buffer:
@@ -226,6 +230,14 @@ def closing_table(run: RunSummary, seconds: float) -> Table:
 
 def duration(seconds: float) -> str:
     return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+
+
+def time_left(steps: Sequence[Mapping[str, float]], left: int) -> str:
+    """Return how long the last `left` steps take, after `steps`; empty if nobody can know, or none are left."""
+    seconds = seconds_left(steps, left)
+    if seconds is None:
+        return ""
+    return f"about {duration(seconds) if seconds < 3600 else f'{seconds / 3600:.1f} h'} left"
 
 
 def _format_counts(counts: Mapping[str, int]) -> str:

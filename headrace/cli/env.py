@@ -22,7 +22,7 @@ import headrace
 from headrace.base.addresses import LOOPBACK
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli import env_check, env_new, env_try
-from headrace.cli.common import WIDTH, RunArgument, RunOption, cell, log_lines, plain_table, say
+from headrace.cli.common import WIDTH, App, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
 from headrace.config import Config
 from headrace.env import environment_file
@@ -36,7 +36,7 @@ _HUB_S = 5.0
 _AS_JSON: dict[str, Any] = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
 _log = logging.getLogger("headrace.env.environment")
 
-app = typer.Typer(help="Environments: serve one, attach one to a run, list those of a run.", no_args_is_help=True)
+app = App(help="Environments: serve one, attach one to a run, list those of a run.", no_args_is_help=True)
 
 Target = Annotated[
     str,

@@ -72,6 +72,11 @@ def test_it_keeps_the_contract($name):
     """The same checks as `headrace env check $name.py --samples golden.jsonl`."""
     assert not $name.faults(read_samples(Path(__file__).with_name("golden.jsonl")))
 ''')
+_PYTEST = """\
+# Without it the settings of a project around this folder would hold here, by which pytest may not find modules beside a test.
+[pytest]
+pythonpath = .
+"""
 _CONFIG = Template("""\
 # Trains on the reward of $name.py, on two CPU cores. In this folder:
 #
@@ -170,6 +175,7 @@ def files(name: str) -> dict[str, str]:
     return {
         f"{name}.py": _ENVIRONMENT.substitute(names),
         f"test_{name}.py": _TEST.substitute(names),
+        "pytest.ini": _PYTEST,
         f"{name}.yaml": _CONFIG.substitute(names),
         "golden.jsonl": _lines(_GOLDEN),
         "problems.jsonl": _lines({"input": f"{a}+{b}", "output": str(a + b)} for a, b in pairs),

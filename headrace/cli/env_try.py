@@ -35,7 +35,8 @@ def try_(
         Path,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Problems, one per line: `input` is the prompt, `output` the answer, and all other fields are for the environment.",
+            help="Problems, one per line: `input` is the prompt, `output` the answer, and all other fields are for the environment. "
+            "Other names: --set data.default.input_key=NAME and data.default.output_key=NAME.",
             show_default=False,
         ),
     ],
@@ -82,7 +83,7 @@ def try_(
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(asked), str(prompts))) from error
         evaluate.ask(made, found)
-    files = SampleFiles(made.log_folder, made.logger.keep_step_data)
+    files = SampleFiles.of(made)
     groups = by_group(files.samples("val", 0))
     facts = [*summary(groups), *failures(files.read("val_failed", 0))]
     console = Console()

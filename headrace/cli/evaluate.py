@@ -103,7 +103,7 @@ def evaluate(
     refuse_ignored(overrides or (), asked, evaluation)
     check(evaluation)
     ask(evaluation, found)
-    files = SampleFiles(evaluation.log_folder, evaluation.logger.keep_step_data)
+    files = SampleFiles.of(evaluation)
     reports = report(files.read("val", 0), files.read("val_failed", 0), threshold)
     results = {
         "model": found.name,

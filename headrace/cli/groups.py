@@ -16,19 +16,21 @@ from rich.console import Console
 
 from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable
 from headrace.base.printable import printable
-from headrace.cli.common import WIDTH, RunOption, cell, plain_table
+from headrace.cli.common import WIDTH, App, RunOption, cell, plain_table
 from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
+from headrace.records.group_event import GroupEvent
 from headrace.records.origin import GroupLineage, Origin, TokenRange
 from headrace.replay import GroupState, HeldGroup, ReplayClient
 from headrace.run import export as jsonl
 from headrace.run import group_files
-from headrace.run.group_history import SORTS, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary, parse_row
+from headrace.run.group_history import GroupHistory
+from headrace.run.group_query import SORTS, GroupQuery, GroupStory, GroupSummary, parse_row
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, make_group, make_sample
 
-app = typer.Typer(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
+app = App(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
 
 StateOption = Annotated[list[str] | None, typer.Option("--state", help="Only groups in this state; may be repeated.")]
 
@@ -142,7 +144,8 @@ def _story(config: Config, group: str, otherwise: HeadraceError | None = None) -
 
 def _show_story(story: GroupStory, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(story), indent=2))
+        shown = dataclasses.asdict(story) | {"events": [event.describe() for event in story.events]}
+        typer.echo(json.dumps(shown, indent=2))
         return
     group = story.summary
     typer.echo(printable(f"group       {group.id} ({group.state})"))
@@ -163,10 +166,9 @@ def _show_story(story: GroupStory, as_json: bool) -> None:
 
 
 def _details(event: GroupEvent) -> Iterator[str]:
-    for field in dataclasses.fields(event):
-        value = getattr(event, field.name)
-        if field.name not in ("time", "what") and value is not None:
-            yield f"{field.name} {_number(value) if isinstance(value, float) else value}"
+    for name, value in event.describe().items():
+        if name not in ("time", "what") and value is not None:
+            yield f"{name} {_number(value) if isinstance(value, float) else value}"
 
 
 @app.command("list")
@@ -293,7 +295,7 @@ def _find(config: Config, group: str) -> tuple[GroupLineage, HeldGroup | None]:
 def _texts(config: Config, found: GroupLineage, held: HeldGroup | None) -> SampleGroup:
     """Return the prompt and completions of a group. A trained group's are from the samples of its step, a waiting group's from the buffer;
     of a failed group those that were kept. Raises `HeadraceError` if the samples of its step are no longer kept."""
-    files = SampleFiles(config.log_folder, config.logger.keep_step_data)
+    files = SampleFiles.of(config)
     if held is not None:
         samples = [make_sample(held.group, *pair) for pair in held.trajectories]
         if held.state == "failed":
@@ -304,8 +306,8 @@ def _texts(config: Config, found: GroupLineage, held: HeldGroup | None) -> Sampl
     trained = [sample for sample in files.samples("train", found.step) if sample.group == found.group]
     if not trained:
         raise HeadraceError(
-            f"the text of group {found.group!r} is no longer kept: it is not in {files.path('train', found.step)} "
-            f"(logger.keep_step_data {files.keep})"
+            f"the text of group {found.group!r} is no longer kept, because {files.path('train', found.step)} isn't: "
+            f"{files.say_removed('train')}"
         )
     return by_group(trained)[0]
 

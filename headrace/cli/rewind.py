@@ -17,6 +17,7 @@ from headrace.cli.common import RunArgument
 from headrace.launch import runs
 from headrace.run import checkpoints as folders
 from headrace.run.checkpoints import FolderLock, Start
+from headrace.run.journal import JOURNAL, Journal, read_journal, surviving
 
 WHY = "WHY.txt"
 
@@ -39,10 +40,18 @@ def rewind(
     name = config.run_folder.name
     with runs.locked(config), _no_trainer_in(config.checkpoint_folder, name):
         moved, place = set_aside(config.checkpoint_folder, version, datetime.datetime.now())
+        _note(config.run_folder / JOURNAL, version)
     if not moved:
         typer.echo(f"run {name}: checkpoint {version} is already the newest")
         return
     typer.echo(f"run {name} continues from checkpoint {version}; newer ones are in {place}: {_join(moved)}")
+
+
+def _note(journal: Path, version: int) -> None:
+    """Note in the journal that the run is back at `version`, if it tells of later weights, so that all that is shown of the run is of the
+    weights that it has now."""
+    if any(line.kind == "train" and line.step >= version for line in surviving(read_journal(journal))):
+        Journal(journal).append("rewind", version, f"rewind-{secrets.token_hex(8)}", {})
 
 
 @contextlib.contextmanager
@@ -82,7 +91,8 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
             (place / WHY).write_text(
                 f"{now:%Y-%m-%d %H:%M:%S}: `headrace rewind` set the run back to checkpoint {version}. These are the newer "
                 f"checkpoints: {_join(newer)}.\nNothing needs them any more. Remove them, or load them like any Hugging Face checkpoint. "
-                "To undo this before the run has started again, remove the last line of ../chain.jsonl and move them back.\n",
+                "To undo this before the run has started again, remove the last line of ../chain.jsonl and that of the run's "
+                "metrics.jsonl, and move them back.\n",
                 encoding="utf-8",
             )
             folders.append_start(checkpoints, Start(f"rewind-{secrets.token_hex(8)}", version))

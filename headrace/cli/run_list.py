@@ -1,4 +1,4 @@
-"""`headrace runs`, `headrace runs compare`: list the runs of a folder, and compare two of them."""
+"""`headrace runs [compare|fork]`: list the runs of a folder, compare two of them, or continue from a checkpoint under another name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from rich.text import Text
 
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.printable import printable
-from headrace.cli.common import WIDTH, RunArgument, cell, plain_table, say
+from headrace.cli import weights
+from headrace.cli.common import WIDTH, App, RunArgument, cell, plain_table, say
 from headrace.cli.display import duration
 from headrace.config.compare import diff, is_own
 from headrace.launch import runs
 from headrace.launch.entry_points import load_entry_point
+from headrace.run import fork as forks
 from headrace.run import history
 from headrace.run.headlines import seconds_per_step
 from headrace.run.history import Metric, RunHistory
@@ -27,7 +29,7 @@ from headrace.run.history import Metric, RunHistory
 SHOWN_STEPS = 11
 _COLOURS = {"running": "green", "failed": "red", "killed": "red"}
 
-app = typer.Typer(help="List the runs of a folder, or compare two.", invoke_without_command=True)
+app = App(help="List the runs of a folder, compare two, or fork one.", invoke_without_command=True)
 
 
 @app.callback()
@@ -82,6 +84,29 @@ def compare(
         except OSError as error:
             raise ConfigError(f"--html {page}: can't be written ({error.strerror})") from error
         typer.echo(f"curves: {page}")
+
+
+@app.command()
+def fork(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STEP]", help="A run, and one of its checkpoints; by default the newest.", show_default=False
+        ),
+    ],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The new run's id, or its folder.", show_default=False)],
+) -> None:
+    """Make a new run that continues from a checkpoint of another one: with its configuration, order of prompts, optimizer, metrics and
+    lineage so far, and a buffer of its own. The other run is not changed, and may be up."""
+    found = weights.find(source)
+    if found.run is None or found.run.step == 0:
+        raise ConfigError(f"{source} names no checkpoint; give RUN@STEP")
+    config = found.run.config
+    folder = Path(new) if len(Path(new).parts) > 1 else config.run_folder.parent / new
+    forks.fork(config, found.run.step, folder, runs.keys_of_a_copy(config))
+    typer.echo(
+        f"run {folder.name} in {folder} continues from {found.name}: headrace up {folder / runs.SAVED} KEY=VALUE…"
+    )
 
 
 def _read(run: str) -> RunHistory | HeadraceError:
@@ -166,7 +191,14 @@ def when(moment: float | None) -> str:
 
 def steps(each: RunHistory) -> str:
     """Return the number of steps trained, and the number planned."""
-    return "-" if each.last_step is None else f"{each.last_step + 1} of {each.config.algorithm.max_num_steps}"
+    if each.last_step is None:
+        return "-"
+    done, planned = each.last_step + 1, each.config.algorithm.max_num_steps
+    return (
+        f"{done} of {planned}"
+        if done <= planned
+        else f"{done} ({each.config.algorithm.name}.max_num_steps is {planned} now)"
+    )
 
 
 def brief(reason: str) -> str:

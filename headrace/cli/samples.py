@@ -68,7 +68,7 @@ def samples(
     if failed and (step is not None or validation):
         raise ConfigError("--failed shows groups that belong to no step; leave out --step and --validation")
     config = runs.find(run)
-    files = SampleFiles(config.log_folder, config.logger.keep_step_data)
+    files = SampleFiles.of(config)
     if failed:
         title, found = "failed", asyncio.run(_read_failed(config, files, prompt, count))
     else:
@@ -92,10 +92,13 @@ def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
     if kept and (step is None or step in kept):
         return kept[-1] if step is None else step
     what = "validation of version" if kind == "val" else "step"
-    there = f"it has those of {', '.join(map(str, sorted(kept)))}" if kept else "none have been written"
+    if kind == "train" and kept and step is not None and 0 <= step < max(kept):
+        there = files.say_removed(kind)
+    else:
+        there = f"it has those of {', '.join(map(str, sorted(kept)))}" if kept else "none have been written"
+        there += f" (logger.keep_step_data {files.keep})"
     raise HeadraceError(
-        f"no samples of {'a ' if step is None else ''}{what}{'' if step is None else f' {step}'} in {files.folder}: {there} "
-        f"(logger.keep_step_data {files.keep})"
+        f"no samples of {'a ' if step is None else ''}{what}{'' if step is None else f' {step}'} in {files.folder}: {there}"
     )
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace.base.errors import ConfigError, ReplayUnavailable
 from headrace.base.tls import client_context
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
-from headrace.cli.display import duration
+from headrace.cli.display import duration, time_left
 from headrace.cli.run_list import brief, steps, when
 from headrace.config import Config, load
 from headrace.launch import device_plan, runs
@@ -28,6 +28,7 @@ from headrace.run.headlines import accuracy_name, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Line
 from headrace.run.now import Now
+from headrace.run.samples import SampleFiles
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50
@@ -76,6 +77,7 @@ def status(
         *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
+        *_time_left(newest, loaded.max_num_steps - state.next_step),
         *findings_of(
             [Line(of, step, "", 0.0, metrics) for _, of, step, metrics in reversed(newest)],  # type: ignore[arg-type]
             loaded,
@@ -108,10 +110,21 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
+        *(("", line) for line in _removed_samples(past)),
         ("page", f"headrace page {config.run_folder}"),
         ("continue", runs.resume_hint(config)),
     ):
         say(console, f"{name:14}{value}")
+
+
+def _removed_samples(past: RunHistory) -> Iterator[str]:
+    """Yield by which bound the samples of trained steps were removed, if any were."""
+    files = SampleFiles.of(past.config)
+    kept = set(files.steps("train"))
+    removed = [line.step for line in past.lines if line.kind == "train" and line.step not in kept]
+    if kept and removed:
+        of = f"those of steps {min(removed)} to {max(removed)}" if len(removed) > 1 else f"those of step {removed[0]}"
+        yield f"{of} were {files.say_removed('train')}"
 
 
 Newest = Sequence[tuple[str, str, int, Mapping[str, float]]]
@@ -181,6 +194,11 @@ def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
             pictures = sorted(logs.glob("disagreement_step*.png"), key=lambda path: path.stat().st_mtime_ns)
             lines += [("", f"see {path}") for path in pictures[-1:]]
     return lines
+
+
+def _time_left(newest: Newest, left: int) -> list[tuple[str, str]]:
+    said = time_left([metrics for _, kind, _, metrics in reversed(newest) if kind == "train"], left)
+    return [("time", said)] if said else []
 
 
 def findings_of(lines: Sequence[Line], config: Config, current: Now | None = None) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
 from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints, findings, history, start
-from headrace.run.history import CURVES, recorded
+from headrace.run.history import CURVES, RECORD, recorded
 
 
 def up(
@@ -41,6 +41,9 @@ def up(
     examined = examine(config, given)
     # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
     loaded, changes = runs.prepare(config, given)
+    if line := nothing_left(loaded):
+        common.say(RunConsole(), line)
+        return
     translation, warnings = examined.nemo_rl, preflight.look(examined)
     check(loaded)
     plan = device_plan.of(loaded)
@@ -48,6 +51,7 @@ def up(
         plan, of_memory = device_plan.fit(loaded, plan)
         warnings += of_memory
     threads = device_plan.plan_threads(loaded, plan)
+    warnings += device_plan.warn_of_threads(loaded, plan)
     console = RunConsole()
 
     def say(line: str) -> None:
@@ -136,6 +140,20 @@ def _resumes_from(config: Config) -> str:
         return f"checkpoint {newest} ({checkpoints.path_of(folder, newest)}){before}"
     return "the beginning: it has no checkpoint" + (
         "" if config.checkpointing.enabled else " (checkpointing.enabled is false)"
+    )
+
+
+def nothing_left(config: Config) -> str | None:
+    """Return a line for a run that has finished with its last step, which a start would not change; None for any other."""
+    if not (config.run_folder / RECORD).exists() or history.judge(config, [], None).state != "finished":
+        return None
+    newest, _ = checkpoints.usable(config.checkpoint_folder)
+    if newest is None or newest < config.max_num_steps:
+        return None
+    key = f"{config.algorithm.name}.max_num_steps"
+    return (
+        f"run {config.run.id} has finished with step {newest}, and {key} is {config.max_num_steps}: nothing is left to train. A higher "
+        f"{key} continues the run; `headrace status {config.run_folder}` shows it"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -11,7 +11,7 @@ from headrace.config.section import Section
 from headrace.records.trajectory import Lane
 
 # What happens to an episode that a limit of the run ended: it is graded like any other, fails, or earns this reward.
-OnLimit = Literal["grade", "fail"] | Annotated[float, Field(allow_inf_nan=False)]
+OnLimit = Literal["grade", "fail"] | float
 
 # The most leases that a runner renews at a time (runner_heartbeat.lua); each has at least one episode.
 MOST_SLOTS = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.config.explain import known_keys, pattern
@@ -61,11 +61,12 @@ def diff(before: Config, after: Config) -> list[Change]:
     other. Text from the environment is compared, and given as the expression that gives it."""
     old, new = dict(flatten(before.model_dump(mode="json"))), dict(flatten(after.model_dump(mode="json")))
     old_shown, new_shown = dict(flatten(before.show())), dict(flatten(after.show()))
-    return [
-        Change(key, old_shown.get(key), new_shown.get(key))
-        for key in [*old, *(key for key in new if key not in old)]
-        if _differs(old, new, key)
-    ]
+    return [Change(key, old_shown.get(key), new_shown.get(key)) for key in differing(old, new)]
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose values differ, of what `flatten` makes of two configurations."""
+    return [key for key in [*old, *(key for key in new if key not in old)] if _differs(old, new, key)]
 
 
 def is_own(key: str) -> bool:
@@ -73,11 +74,11 @@ def is_own(key: str) -> bool:
     return key in ("run.id", "run.dir", "run.from_environment", "security.credentials") or key.endswith("port")
 
 
-def _differs(old: dict[str, Any], new: dict[str, Any], key: str) -> bool:
+def _differs(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> bool:
     if key in old and key in new:
         return bool(old[key] != new[key])
     # a missing key equals null and an empty mapping or list
-    return (old | new)[key] not in (None, {}, [])
+    return (old[key] if key in old else new[key]) not in (None, {}, [])
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

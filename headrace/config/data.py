@@ -100,7 +100,6 @@ class DataSourceConfig(Section):
     weight: Fixed[float | None] = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
         description="share of the training prompts that are drawn from this set, relative to the other sets; null: 1 beside sets with a "
         "weight. Without any weights, all sets are mixed into one",
     )

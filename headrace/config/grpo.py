@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -52,8 +51,6 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
                 f"reward_weights {self.reward_weights} with name {self.name}: only gdpo weighs components; leave it out, or "
                 "set name: gdpo"
             )
-        if not all(map(math.isfinite, self.reward_weights or ())):
-            raise ValueError(f"reward_weights {self.reward_weights} are not all finite numbers")
         for key, given in (("minus_baseline", not self.minus_baseline), ("kl_to_go", self.kl_to_go)):
             if given and self.name != "reinforce_plus_plus":
                 raise ValueError(

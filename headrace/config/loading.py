@@ -54,11 +54,12 @@ _NEMO_RL_LINES = 10
 @dataclasses.dataclass(frozen=True)
 class Loaded:
     """A configuration, and how it was translated from a NeMo RL file; None for one of Headrace's own. `origin` returns where the value at
-    some keys was given, as text to append: " (run.yaml:12)", " (command line)", or nothing."""
+    some keys was given, as text to append: " (run.yaml:12)", " (command line)", or nothing. `path` is the file that was read."""
 
     config: Config
     nemo_rl: Translation | None
     origin: Callable[[Keys], str] = lambda keys: ""
+    path: Path | None = None
 
 
 def variable_name(keys: Sequence[str]) -> str:
@@ -130,7 +131,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         def origin(keys: Keys) -> str:
             return _origin(origins, inherited, written, unresolved, keys)
 
-        return Loaded(_checked(values, [*references.values()], origin, written_as), None, origin)
+        return Loaded(_checked(values, [*references.values()], origin, written_as), None, origin, Path(path))
     # imported only for a NeMo RL file: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 

@@ -71,4 +71,10 @@ class LoggerConfig(Section):
         "val_data_step<N>.jsonl.gz, with their failures in val_failed_data_step<N>.jsonl.gz; 0 writes none of them, nor the completions "
         "of failed training groups (failed_data.jsonl); null keeps all",
     )
+    keep_step_data_bytes: int | None = Field(
+        10 * 1024**3,
+        ge=0,
+        description="bytes that the files of keep_step_data may have together. Beyond them the oldest go first; the newest step and the "
+        "newest validation stay, however large they are. A step of 512 trajectories of 32,768 tokens has about 0.7 GB. null: no bound",
+    )
     train_inference_alarm: TrainInferenceAlarmConfig = TrainInferenceAlarmConfig()

@@ -102,7 +102,9 @@ class LossConfig(Section):
         False, description="the clipped ratio weights the log-probability, without a gradient (CISPO)"
     )
     ratio_clip_min: float = Field(0.2, ge=0, le=1, description="the ratio is clipped below at 1 - this")
-    ratio_clip_max: float = Field(0.2, ge=0, description="the ratio is clipped above at 1 + this")
+    ratio_clip_max: float = Field(
+        0.2, ge=0, allow_inf_nan=True, description="the ratio is clipped above at 1 + this; .inf: not at all"
+    )
     ratio_clip_c: float | None = Field(
         None, gt=1, description="dual clip: bound on the ratio where the advantage is negative; null: none"
     )

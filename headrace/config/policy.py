@@ -5,6 +5,7 @@ Keys are those of NeMo RL.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -101,7 +102,27 @@ SchedulerConfigs = Annotated[
 
 class TokenizerConfig(Section):
     name: ReadPath[str | None] = Field(None, description="directory or name; null: policy.model_name")
+    chat_template: ReadPath[str | None] = Field(
+        None,
+        description="a Jinja template, or a file that ends in .jinja, which is read when the run starts; null: the tokenizer's own. "
+        "Prompts, episodes and the replicas' OpenAI API use it, and checkpoints contain it",
+    )
     chat_template_kwargs: dict[str, Any] = Field({}, description="passed to apply_chat_template")
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_text(cls, template: str | None) -> str | None:
+        """Read a file, so that what a run saves and sends to other machines has the template itself."""
+        if template is None or "{" in template:
+            return template
+        if not template.endswith(".jinja"):
+            raise ValueError(
+                f"{in_yaml(template)} is neither a Jinja template, which has {{{{ and }}}}, nor a file that ends in .jinja"
+            )
+        try:
+            return Path(template).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{template} can't be read ({error}); give the path of a template, or its text") from error
 
 
 class VLLMConfig(Section):
@@ -153,6 +174,12 @@ class VLLMConfig(Section):
     reasoning_parser: str | None = Field(
         None,
         description="vLLM's parser for this model's reasoning (qwen3, deepseek_r1, …); null leaves it in the content",
+    )
+    tool_parser_plugin: ReadPath[str | None] = Field(
+        None, description="a file of Python that registers further parsers for tool calls with vLLM"
+    )
+    reasoning_parser_plugin: ReadPath[str | None] = Field(
+        None, description="a file of Python that registers further parsers for reasoning with vLLM"
     )
 
     @model_validator(mode="after")
@@ -229,7 +256,16 @@ class GenerationConfig(Section):
         [], description="in addition to the end tokens of the tokenizer and of the model's generation_config.json"
     )
     stop_strings: Fixed[list[Annotated[str, Field(min_length=1)]]] = Field([])
+    bad_words: Fixed[list[Annotated[str, Field(min_length=1)]]] = Field(
+        [],
+        description="text that is never sampled, each word one token of the tokenizer (`<|image|>`); training logits exclude it too",
+    )
     vllm_cfg: MayChange[VLLMConfig] = VLLMConfig()
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are sampled from a part of the distribution."""
+        return self.top_k is not None or self.top_p < 1 or bool(self.bad_words)
 
     @field_validator("val_temperature")
     @classmethod
@@ -351,7 +387,9 @@ class PolicyConfig(Section):
     freeze_moe_router: MayChange[bool] = Field(False, description="in a mixture of experts, don't train the routers")
     lora_cfg: LoRAConfig = LoRAConfig()
     precision: Fixed[Literal["float32", "bfloat16"]] = "bfloat16"
-    max_grad_norm: MayChange[float] = Field(1.0, gt=0)
+    max_grad_norm: MayChange[float] = Field(
+        1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; .inf: never"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: MayChange[SchedulerConfigs] = Field([])
     generation: GenerationConfig = GenerationConfig()
@@ -408,6 +446,8 @@ class ValueConfig(Section):
     )
     freeze_moe_router: MayChange[bool] = Field(False, description="in a mixture of experts, don't train the routers")
     precision: Fixed[Literal["float32", "bfloat16"] | None] = Field(None, description="null: policy.precision")
-    max_grad_norm: MayChange[float] = Field(1.0, gt=0)
+    max_grad_norm: MayChange[float] = Field(
+        1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; .inf: never"
+    )
     optimizer: OptimizerConfig = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-5))
     scheduler: MayChange[SchedulerConfigs] = Field([])

@@ -48,6 +48,20 @@ def of(config: Config, cores: int, environ: Mapping[str, str], *, trains: bool, 
     return Threads(trainer, rollout)
 
 
+def cost_of_variable(
+    config: Config, cores: int, environ: Mapping[str, str], *, trains: bool, generates: bool
+) -> str | None:
+    """Return what OMP_NUM_THREADS changes in the thread counts that `of` returns, and the remedy; None if nothing."""
+    found = of(config, cores, environ, trains=trains, generates=generates)
+    without = of(config, cores, {}, trains=trains, generates=generates)
+    if found == without:
+        return None
+    return (
+        f"{VARIABLE}={environ[VARIABLE]} in this shell replaces num_threads auto: {found}; without it {without}, on {cores} cores. Unset "
+        "it, or set trainer.num_threads and rollout.num_threads"
+    )
+
+
 def shares(cores: int, *, ranks: int, workers: int) -> tuple[int, int]:
     """Return the threads of each rank and of each worker of a replica, at least one.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -200,6 +201,32 @@ def find_line(text: str, keys: Sequence[str]) -> int | None:
             break
         line, node = inner[0] + 1, inner[1]
     return line
+
+
+def dump_value(value: Any, *, flow: bool = False) -> str:
+    """Return a value as YAML that `parse` reads back as an equal one; with `flow` in one line. Raises `yaml.YAMLError` for a type that YAML
+    doesn't have."""
+    text: str = yaml.dump(
+        value,
+        Dumper=_QuotingDumper,
+        sort_keys=False,
+        width=sys.maxsize,
+        allow_unicode=True,
+        default_flow_style=flow or None,
+    )
+    return text.removesuffix("...\n").strip() if flow else text
+
+
+class _QuotingDumper(yaml.SafeDumper):
+    """Puts text into quotes, so that it is never read as anything else (`1e-5`)."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_QuotingDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+)
 
 
 def dump(config: Config) -> str:

@@ -39,8 +39,8 @@ class Sample:
     """One completion of one prompt, to be scored.
 
     `completion` is text without special tokens; `completion_token_ids` are the ids that the model generated, including the end token.
-    `finish_reason` is "length" for a truncated completion. `extra_env_info` is the data set's information about the problem. Equal
-    `idempotency_key`s mean that the same completion was sent again.
+    `finish_reason` is "length" for a truncated completion. `extra_env_info` is the data set's information about the problem. A
+    second sample with the same `idempotency_key` is the same completion, sent again.
 
     `conversation` has all messages up to the last answer. For an episode these are the messages on the path to its last call, including
     tool calls and their results; for a single completion, `messages` and the completion. `artifacts` is what the program of an episode

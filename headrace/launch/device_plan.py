@@ -165,13 +165,17 @@ def _on_gpu(device: str, inventory: Inventory, is_for_cuda: bool) -> bool:
 
 def plan_threads(config: Config, plan: DevicePlan | None) -> Threads:
     """Return the thread counts of the run's processes. Processes that use no device of the plan share the cores of this machine."""
-    return threads.of(
-        config,
-        threads.usable_cores(),
-        os.environ,
-        trains=plan is None or not plan.trainer,
-        generates=plan is None or not plan.replicas,
-    )
+    return threads.of(config, threads.usable_cores(), os.environ, **_on_cores(plan))
+
+
+def warn_of_threads(config: Config, plan: DevicePlan | None) -> list[str]:
+    """Return a warning if a variable of the shell changes what `plan_threads` returns."""
+    cost = threads.cost_of_variable(config, threads.usable_cores(), os.environ, **_on_cores(plan))
+    return [] if cost is None else [cost]
+
+
+def _on_cores(plan: DevicePlan | None) -> dict[str, bool]:
+    return {"trains": plan is None or not plan.trainer, "generates": plan is None or not plan.replicas}
 
 
 def thread_variables(planned: Threads, config: Config, child: str) -> dict[str, str]:

@@ -21,6 +21,16 @@ from headrace.launch.runs import token_file
 from headrace.launch.supervisor import Child, child_environ
 
 _IMPORT_S = 120.0
+# Loads the environment that its argument names.
+_LOAD = """
+import sys
+from headrace.base.errors import ConfigError
+from headrace.env import environment_file
+try:
+    environment_file.load(sys.argv[1])
+except ConfigError as error:
+    sys.exit(str(error))
+"""
 # The variables that tell an environment what `headrace up` wants it to serve.
 NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
 
@@ -43,6 +53,35 @@ def check(config: Config) -> None:
                 _check_function(name, env.function)
             case VerifiersConfig():
                 program.check(name, env)
+
+
+def check_loading(config: Config) -> None:
+    """Refuse environments whose file can't be loaded, for example because it imports a package that is not installed. Each is loaded in its
+    own process, as a run does. Raises `ConfigError` naming all of them."""
+    problems = [
+        f"env.{name}.target {problem}"
+        for name, env in config.started.items()
+        if isinstance(env, TargetConfig) and (problem := loading_problem(env.target)) is not None
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def loading_problem(target: str) -> str | None:
+    """Return why the environment of a file can't be loaded; None if it can."""
+    argv = [sys.executable, "-P", "-c", _LOAD, target]
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_S,
+            env=child_environ(os.environ),
+        )
+    except subprocess.TimeoutExpired:
+        return f"{target}: it takes more than {_IMPORT_S:g} s to load"
+    return None if done.returncode == 0 else done.stderr.strip() or f"{target}: it ended the process that loaded it"
 
 
 def _check_function(name: str, function: str) -> None:

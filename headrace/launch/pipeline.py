@@ -24,6 +24,7 @@ from headrace.base.files import is_gone
 from headrace.base.scratch import remove_abandoned
 from headrace.base.tls import client_context
 from headrace.config import Config
+from headrace.config.environments import TargetConfig
 from headrace.launch import device_plan, environment_processes, exposure, runs
 from headrace.launch.summary import UPDATING, Display, RunSummary, ServiceLine, Wait
 from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
@@ -319,8 +320,24 @@ class Pipeline:
             if child.state not in ("restarting", "failed"):
                 child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
                 child.note_probe(name in reached, after_s)
-            if name in self._broken and child.source_changed():
-                self.supervisor.replace(child, f"{child.source} has changed")
+            if child.source_changed():
+                await self._load_again(name, child)
+
+    async def _load_again(self, name: str, child: Child) -> None:
+        """Restart an environment whose file has changed. One that works goes on with its former build if the new one can't be loaded."""
+        changed = f"{child.source} has changed"
+        if name in self._broken or child.state != "ready":
+            self.supervisor.replace(child, changed)
+            return
+        environment = self.config.env[name]
+        assert isinstance(environment, TargetConfig)  # no other has a file that is watched
+        problem = await asyncio.to_thread(environment_processes.loading_problem, environment.target)
+        if problem is None:
+            self.supervisor.replace(child, changed, signal.SIGTERM)
+        else:
+            self.display.print(
+                f"{child.name}: {changed}, and can't be loaded; its former build goes on. Correct the file:\n{problem}"
+            )
 
     def _waits(self) -> list[Wait]:
         """Return what the run waits for: environments that can't be reached, or whose breaker is open, and the buffer's server."""

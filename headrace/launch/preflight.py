@@ -12,12 +12,14 @@ from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
 from headrace.config import Config
 from headrace.config.environments import TargetConfig
-from headrace.config.loading import Loaded
+from headrace.config.loading import COMMAND_LINE, Loaded
 from headrace.config.root import TEACHER_KEY
 from headrace.launch import shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
 from headrace.net.credentials import Credentials, load_credentials
+from headrace.run.folder import SAVED
+from headrace.run.history import RECORD
 from headrace.v1 import environment_pb2, environment_pb2_grpc
 
 _PING_S = 2.0
@@ -29,7 +31,7 @@ def look(loaded: Loaded) -> list[str]:
     shell.check()
     named_by_data = load_entry_point("headrace.tools", "look", "trainer")
     config = loaded.config
-    warnings = list(config.warnings)
+    warnings = [*config.warnings, *_unused(loaded)]
     problems, reported = [], set[str]()
     named = [(model_is_here, *each) for each in config.models.items()]
     named += [(tokenizer_is_here, *each) for each in _tokenizers(config).items()]
@@ -53,6 +55,21 @@ def look(loaded: Loaded) -> list[str]:
     # `up` makes the file if it doesn't exist
     credentials = load_credentials(config) if path is not None and Path(path).exists() else None
     return warnings + asyncio.run(_unreachable(config, credentials))
+
+
+def _unused(loaded: Loaded) -> list[str]:
+    """Return a line for each environment that the file itself gives and no data set uses: its name may be misspelt. A file from which
+    others inherit, or that a run saved, may have more than one run needs."""
+    path = loaded.path
+    if path is None or (path.name == SAVED and (path.resolve().parent / RECORD).exists()):
+        return []
+    origins = {name: loaded.origin(("env", name)) for name in loaded.config.unused_environments}
+    return [
+        f"env.{name} is never used: no data set names it (env_name), and no environment that one names does; correct its name, or leave it "
+        f"out{origin}"
+        for name, origin in origins.items()
+        if not origin.startswith(" (") or origin.startswith((f" ({path}", f" ({COMMAND_LINE}"))
+    ]
 
 
 def _tokenizers(config: Config) -> dict[str, str]:

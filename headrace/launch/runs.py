@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import difflib
 import fcntl
 import os
 import re
@@ -34,6 +35,7 @@ from headrace.run.start import START
 
 _CONNECT_S = 3.0
 _PORT_TRIES = 5
+_SHOWN_RUNS = 5  # in an error
 
 
 def new_id(name: str, now: datetime.datetime) -> str:
@@ -155,6 +157,11 @@ def find(run: str, overrides: Sequence[str] = ()) -> Config:
     return load_saved(_saved(run), overrides)
 
 
+def find_folder(run: str) -> Path:
+    """Return the folder of the run that `find` finds. Raises `ConfigError` if it does not exist."""
+    return _saved(run).parent
+
+
 def load_saved(saved: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration that a run saved in its folder, which may have been moved, renamed or copied since."""
     return _with_own_credentials(read_saved(saved, overrides))
@@ -170,8 +177,26 @@ def may_be_up(config: Config) -> bool:
 def _saved(run: str) -> Path:
     saved = find_saved(run)
     if saved is None:
-        raise ConfigError(f"{run} is not a run: neither {' nor '.join(map(str, places(run)))} exists")
+        raise ConfigError(
+            f"{run} is not a run: there is no {' and no '.join(map(str, dict.fromkeys(places(run))))}{_describe_known(Path(run))}"
+        )
     return saved
+
+
+def _describe_known(run: Path) -> str:
+    """Return the ids of the runs beside `run`, or under `./runs`, those that are spelt most like it first, as the end of a message."""
+    for folder in (run.parent, Path("runs")):
+        known = {path.parent.name: path.stat().st_mtime for path in folder.glob(f"*/{SAVED}")}
+        if known:
+            close = difflib.get_close_matches(run.name, known, _SHOWN_RUNS, 0.6)
+            others = sorted(known.keys() - close, key=lambda each: known[each], reverse=True)
+            shown = [*close, *others][:_SHOWN_RUNS]
+            more = (
+                f" and {len(known) - len(shown)} more (`headrace runs` lists them)" if len(known) > len(shown) else ""
+            )
+            meant = f"did you mean {shown[0]}? " if close else ""
+            return f"; {meant}{folder} holds {', '.join(shown)}{more}"
+    return "; `headrace runs --dir FOLDER` lists the runs of another folder"
 
 
 def find_saved(run: str) -> Path | None:
@@ -304,6 +329,13 @@ def _chosen(config: Config) -> list[str]:
         if getattr(own, name) == 0 or section not in config.model_fields_set or name not in own.model_fields_set:
             found.append(key)
     return found
+
+
+def keys_of_a_copy(config: Config) -> dict[str, None]:
+    """Return the keys that a copy of the run, under another name, must not share with it, for removal: its ports, and credentials."""
+    ports = dict.fromkeys(key for key in _listeners(config))
+    own = Path(config.security.credentials or "").parent.absolute() == config.run_folder.absolute()
+    return ports | (dict.fromkeys(["security.credentials"]) if own else {})
 
 
 def busy_ports(config: Config) -> list[str]:

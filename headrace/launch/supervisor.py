@@ -353,12 +353,13 @@ class Supervisor:
 
         await asyncio.gather(*(end(child, process) for child, process in running))
 
-    def replace(self, child: Child, reason: str) -> None:
-        """Send SIGKILL to a hanging service, so that `supervise` restarts it."""
+    def replace(self, child: Child, reason: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Send SIGKILL to a hanging service, or SIGTERM to one that answers, so that `supervise` restarts it."""
         process = self._processes.get(child.name)
         if process is not None:
-            self.report(f"{child.name}: {reason}; killed, to be restarted")
-            guard.signal_group(process.pid, signal.SIGKILL)
+            how = "killed" if signum == signal.SIGKILL else "ended"
+            self.report(f"{child.name}: {reason}; {how}, to be restarted")
+            guard.signal_group(process.pid, signum)
 
     def kill(self) -> None:
         """Send SIGKILL to everything."""

@@ -54,13 +54,9 @@ _SIGN_IN_PAGE = (
 )
 _SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SIGN_IN_SCRIPT.encode()).digest()).decode()
 _NOTHING_ELSE = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-# pages contain their own styles and pictures, and no script
-_PAGE_POLICY = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {_NOTHING_ELSE}"
-# for a page with a form, which may send it only to this service
-FORM_PAGE = {"content-security-policy": _PAGE_POLICY.replace("form-action 'none'", "form-action 'self'")}
 _SIGN_IN_POLICY = f"default-src 'none'; script-src 'sha256-{_SCRIPT_HASH}'; connect-src 'self'; {_NOTHING_ELSE}"
 _HEADERS = {
-    "content-security-policy": _PAGE_POLICY,
+    "content-security-policy": f"default-src 'none'; {_NOTHING_ELSE}",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",

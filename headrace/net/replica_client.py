@@ -16,6 +16,7 @@ import msgspec
 from headrace.base.errors import HeadraceError
 from headrace.base.http_client import AnswerTooLarge, HttpClient
 from headrace.base.tls import client_context
+from headrace.net import tracing
 from headrace.records.trajectory import FinishReason, Message, Sampling, Span
 
 SAMPLE, RENDER = PATHS = ("/sample", "/render")
@@ -50,6 +51,7 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     message: bool = False
     tools: list[dict[str, Any]] | None = None
@@ -64,6 +66,7 @@ class SampleRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.seed,
             self.top_k,
             self.top_p,
+            self.bad_words,
         )
 
 
@@ -170,7 +173,7 @@ class ReplicaClient:
         await self._http.aclose()
 
     async def _ask(self, path: str, asked: msgspec.Struct, answer: type[T]) -> T:
-        headers = {} if self._token is None else {"authorization": f"Bearer {self._token()}"}
+        headers = tracing.headers() | ({} if self._token is None else {"authorization": f"Bearer {self._token()}"})
         try:
             body = msgspec.json.encode(asked)
         except (ValueError, OverflowError, TypeError, RecursionError) as error:

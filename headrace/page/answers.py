@@ -64,7 +64,7 @@ class NewestOfKinds(Answer):
 class Flow(Answer):
     counts: dict[str, int] = Field(description="training groups by state")
     per_s: dict[str, float] = Field(
-        description="groups that enter a state each second, by state, over the window; empty if unknown"
+        description="groups that enter a state each second, by state, over the steps of the window; empty if unknown"
     )
 
 
@@ -119,7 +119,7 @@ class Overview(Answer):
     alarms: list[Alarm] = Field(description="the newest alarms, the newest last")
     checkpoints: list[Checkpoint] = Field(description="the published checkpoints, oldest first")
     window: Literal["last", "10", "all"] = Field(description="the steps over which shares are computed")
-    problems: list[str] = Field(description="what could not be read; the rest was")
+    problems: list[str] = Field(description="what could not be read, and damaged checkpoints; the rest was read")
 
 
 class MetricName(Answer):
@@ -141,6 +141,7 @@ class Metrics(Answer):
     names: list[MetricName] = Field(description="the metrics that the run has")
     marks: list[Mark] = Field(description="what happened to the run")
     steps: tuple[int, int] | None = Field(description="the first and the last step")
+    problems: list[str] = Field(description="what could not be read; the rest was")
 
 
 class Curve(Answer):
@@ -236,6 +237,7 @@ class GroupStory(Group):
     next: str | None = Field(description="the group after it")
     story: list[Event] = Field(description="what happened to it, oldest first")
     trajectories: list[Trajectory] = Field(description="its trajectories, by index")
+    unkept: str | None = Field(description="why the text of none of them is kept; null if there is any")
     problems: list[str] = Field(description="what could not be read; the rest was")
 
 
@@ -300,6 +302,7 @@ class Lane(Answer):
 class Timeline(Answer):
     first: float = Field(description="where it begins")
     last: float = Field(description="where it ends")
+    running: bool = Field(description="whether the run is at work, so that more will follow")
     lanes: list[Lane] = Field(description="a lane for each that worked")
     problems: list[str] = Field(description="what could not be read, or is not known")
 

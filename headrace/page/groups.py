@@ -16,10 +16,13 @@ import msgspec
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.base.files import UNREADABLE
 from headrace.page.run_files import NotHere, RunFiles, check_file
+from headrace.records.group_event import GroupEvent
 from headrace.records.origin import GroupLineage, Origin
 from headrace.records.trajectory import Message
 from headrace.run import group_files
-from headrace.run.group_history import SHOWN, GroupEvent, GroupHistory, GroupQuery, GroupStory, GroupSummary, State
+from headrace.run.group_history import GroupHistory
+from headrace.run.group_query import SHOWN, GroupQuery, GroupStory, GroupSummary
+from headrace.run.group_record import State
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
@@ -133,6 +136,7 @@ def describe_story(run: RunFiles, group_id: str) -> dict[str, Any]:
         "next": story.next,
         "story": [_describe_event(event) for event in story.events],
         "trajectories": _trajectories(story, heads, origins),
+        "unkept": None if heads else say_unkept(run, summary),
         "problems": [*problems, *of_samples, *of_lineage],
     }
 
@@ -149,7 +153,14 @@ def find_story(run: RunFiles, group_id: str) -> tuple[GroupStory, list[str]]:
     ordered = _sort(known, "order")
     for place, group in enumerate(ordered):
         if group.id == group_id:
-            event = GroupEvent(time=group.ended or 0.0, what="trained", step=group.step, timeline=group.timeline)
+            event = GroupEvent(
+                f"{int(1000 * (group.ended or 0.0))}-0",
+                0,
+                "trained",
+                group_id,
+                step=group.step,
+                timeline=group.timeline,
+            )
             before = ordered[place - 1].id if place else None
             after = ordered[place + 1].id if place + 1 < len(ordered) else None
             story = GroupStory(
@@ -260,7 +271,7 @@ def sample_places(run: RunFiles, summary: GroupSummary) -> list[tuple[Kind | Lit
     places: list[tuple[Kind | Literal["failed"], int]] = []
     if summary.lane == "validation":
         # a validation is of one version, which its trajectories name
-        steps = SampleFiles(run.config.log_folder, None).steps("val")
+        steps = SampleFiles.of(run.config).steps("val")
         places += [("val", step) for step in sorted(steps, key=lambda step: step != summary.newest_version)]
     elif summary.step is not None:
         places.append(("train", summary.step))
@@ -269,9 +280,19 @@ def sample_places(run: RunFiles, summary: GroupSummary) -> list[tuple[Kind | Lit
     return places
 
 
+def say_unkept(run: RunFiles, summary: GroupSummary) -> str:
+    """Return why no samples of a group are kept."""
+    files = SampleFiles.of(run.config)
+    if summary.state in ("trained", "evaluated"):
+        return files.say_removed("train" if summary.lane == "train" else "val")
+    if summary.state == "failed":
+        return "the newest 64 MiB of completions that failed are kept, and a group may fail without one"
+    return f"they are written of groups that were trained, evaluated or failed, and this one is {summary.state}"
+
+
 def _sample_heads(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, SampleHead], list[str]]:
     """Return the samples of a group that are kept, by index, and what could not be read."""
-    files = SampleFiles(run.config.log_folder, None)
+    files = SampleFiles.of(run.config)
     problems = []
     for kind, step in sample_places(run, summary):
         paths = files.failed_paths if kind == "failed" else (files.path(kind, step),)
@@ -317,7 +338,7 @@ def _old_groups(run: RunFiles) -> tuple[list[GroupSummary], list[str]]:
     """Return the trained groups of the newest steps, and what could not be read."""
     problems = without_history(run)
     lineage = _lineage(run)
-    samples = SampleFiles(run.config.log_folder, None)
+    samples = SampleFiles.of(run.config)
     kept = set(samples.steps("train"))
     times = {line.step: line.time for line in run.journal.lines if line.kind == "train"}
     found: list[GroupSummary] = []

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.page.run_files import NotHere, RunFiles
+from headrace.base.errors import CodecError
+from headrace.page.run_files import NotHere, RunFiles, RunJournal
 from headrace.run.headlines import build_changes
 from headrace.run.journal import Kind
 from headrace.run.metric_names import find_metric
 
 _KINDS: dict[str, Kind] = {"train": "train", "validation": "validation", "val": "validation"}
+_SHOWN = 20  # keys of a change
 _OTHER = "Others"  # the section of metrics that the registry doesn't know: those of an older build
 
 Floats = NDArray[np.float64]
@@ -29,8 +31,17 @@ def list_metrics(run: RunFiles) -> dict[str, Any]:
             values, present = columns.values(name)
             if present.any():
                 names.append(_describe(kind, name, empty=not np.isfinite(values[present]).any()))
-    steps = [line.step for line in journal.lines]
-    return {"names": names, "marks": _marks(run), "steps": [min(steps), max(steps)] if steps else None}
+    steps, marks, problems = [line.step for line in journal.lines], _marks(journal), list[str]()
+    try:
+        marks += _changes(run)
+    except CodecError as error:
+        problems.append(str(error))
+    return {
+        "names": names,
+        "marks": sorted(marks, key=lambda mark: mark["step"]),
+        "steps": [min(steps), max(steps)] if steps else None,
+        "problems": problems,
+    }
 
 
 def _describe(kind: Kind, name: str, *, empty: bool) -> dict[str, Any]:
@@ -39,8 +50,7 @@ def _describe(kind: Kind, name: str, *, empty: bool) -> dict[str, Any]:
     return {"kind": kind, "name": name, "section": section, "help": meaning, "unit": unit, "empty": empty}
 
 
-def _marks(run: RunFiles) -> list[dict[str, Any]]:
-    journal = run.journal
+def _marks(journal: RunJournal) -> list[dict[str, Any]]:
     builds = build_changes((line.step, line.builds) for line in journal.lines if line.kind == "train")
     marks = [{"step": step, "kind": "build", "text": text} for step, text in builds]
     marks += [
@@ -49,7 +59,25 @@ def _marks(run: RunFiles) -> list[dict[str, Any]]:
     ]
     if (collapse := journal.collapse) is not None:
         marks.append({"step": collapse.step, "kind": "collapse", "text": str(collapse)})
-    return sorted(marks, key=lambda mark: mark["step"])
+    return marks
+
+
+def _changes(run: RunFiles) -> list[dict[str, Any]]:
+    """Return a mark where a start changed the configuration, at the first step that was trained with it. Raises `CodecError` for a record
+    of the starts that can't be read."""
+    started = run.start
+    trained = [line for line in run.journal.lines if line.kind == "train"]
+    marks = []
+    for changed in () if started is None else started.changes:
+        step = next((line.step for line in trained if line.time >= changed.time), None)
+        if step is not None:
+            marks.append({"step": step, "kind": "configuration", "text": _few(changed.keys)})
+    return marks
+
+
+def _few(keys: Sequence[str]) -> str:
+    more = [f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+    return "; ".join([*keys[:_SHOWN], *more])
 
 
 def read_series(

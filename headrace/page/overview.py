@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from headrace.base.errors import HeadraceError
+from headrace.page.flow_rates import per_second
 from headrace.page.groups import count_groups
 from headrace.page.metric_series import thin_out
 from headrace.page.run_files import RunFiles, check_file
 from headrace.page.run_list import describe_run
-from headrace.run import findings, now
-from headrace.run.checkpoints import find_published, read_metrics
+from headrace.run import findings, group_files, now
+from headrace.run.checkpoints import DAMAGE, find_published, list_set_aside, read_metrics
 from headrace.run.findings import PARTS, REST, TOTAL, Window
-from headrace.run.headlines import ALARMS, alarms, seconds_per_step
+from headrace.run.headlines import ALARMS, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Kind, Line
 from headrace.run.now import NOW, Now
 
 STEPS = 500  # points of the curve of a step's parts
 _NEWEST_ALARMS = 100
-_LARGEST_NOW = 64 << 20
+_LARGEST_NOW, _LARGEST_DAMAGE = 64 << 20, 1 << 20
 
 
 def describe(run: RunFiles, window: Window = "10") -> dict[str, Any]:
@@ -40,15 +42,21 @@ def describe(run: RunFiles, window: Window = "10") -> dict[str, Any]:
     problems += of_groups
     checkpoints: list[dict[str, Any]] = []
     try:
+        problems += _set_aside(past.config.checkpoint_folder)
         checkpoints = _checkpoints(past)
     except HeadraceError as error:
         problems.append(str(error))
-    found, parts, per_second = _judge(run, past, window, state)
+    found, parts = _judge(run, past, window, state)
+    rates: dict[str, float] = {}
+    try:
+        rates = _rates(run, past, window)
+    except HeadraceError as error:
+        problems += [str(error)] if str(error) not in problems else []
     return {
         "run": describe_run(run),
         "now": None if state is None else msgspec.to_builtins(state),
         "newest": {"train": _newest(past, "train"), "validation": _newest(past, "validation")},
-        "flow": {"counts": counts, "per_s": per_second},
+        "flow": {"counts": counts, "per_s": rates},
         "time": {"parts": parts, "steps": _steps(run)},
         "findings": found,
         "alarms": _alarms(run),
@@ -60,26 +68,31 @@ def describe(run: RunFiles, window: Window = "10") -> dict[str, Any]:
 
 def _judge(
     run: RunFiles, past: RunHistory, window: Window, state: Now | None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, float]]:
-    """Return the findings, the parts of a step and the groups per second, over the window. Those of a whole run take a while, and are
-    computed anew for each hundredth of it."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the findings and the parts of a step, over the window. Those of a whole run take a while, and are computed anew for each
+    hundredth of it."""
     steps = findings.in_window(past.lines, window)
 
     def judge() -> Any:
         found = msgspec.to_builtins(findings.find(past.lines, past.config, window, state))
-        return found, _parts(steps), _per_second(past, steps)
+        return found, _parts([line.metrics for line in steps])
 
     return judge() if window != "all" else run.remember("judged", len(steps) * 100 // 101, len(steps), judge)
+
+
+def _rates(run: RunFiles, past: RunHistory, window: Window) -> dict[str, float]:
+    """Return the groups per second of the window, computed anew as steps are trained and events are written; those of a whole run for each
+    hundredth of it."""
+    files = group_files.list_files(run.folder / group_files.FOLDER)
+    begun, newest = (files[0].first[0], max(file.last[0] for file in files)) if files else (0, 0)
+    newest += past.last_step or 0
+    least = newest if window != "all" else newest - (newest - begun) // 100
+    return run.remember(f"rates of {window}", least, newest, lambda: per_second(run, window))
 
 
 def _newest(past: RunHistory, kind: Kind) -> dict[str, Any] | None:
     line: Line | None = next((line for line in reversed(past.lines) if line.kind == kind), None)
     return None if line is None else {"step": line.step, "time": line.time, "metrics": dict(line.metrics.items())}
-
-
-def _per_second(past: RunHistory, steps: list[Mapping[str, float]]) -> dict[str, float]:
-    seconds = seconds_per_step(steps)
-    return {"trained": past.config.algorithm.num_prompts_per_step / seconds} if seconds else {}
 
 
 def _parts(steps: list[Mapping[str, float]]) -> list[dict[str, Any]]:
@@ -123,6 +136,13 @@ def _alarms(run: RunFiles) -> list[dict[str, Any]]:
             texts = alarms(step, columns.metrics(place), only=(name,))
             found += [{"step": step, "name": name, "text": text, "evidence": evidence} for text in texts]
     return sorted(found, key=lambda alarm: alarm["step"])[-_NEWEST_ALARMS:]
+
+
+def _set_aside(folder: Path) -> list[str]:
+    """Return a line about each damaged checkpoint. Raises `CodecError` for a reason that no trainer wrote."""
+    for reason in folder.glob(f"*/{DAMAGE}"):
+        check_file(reason, folder, _LARGEST_DAMAGE)
+    return list_set_aside(folder)
 
 
 def _checkpoints(past: RunHistory) -> list[dict[str, Any]]:

@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.config import Config
 from headrace.page.metric_table import MetricRow, MetricTable
-from headrace.run import history
+from headrace.run import history, start
 from headrace.run.collapse import Collapse, CollapseDetector
 from headrace.run.folder import SAVED, load_anywhere
 from headrace.run.history import RECORD, RunHistory
 from headrace.run.journal import JOURNAL, Kind, Line, iter_from, size, surviving
+from headrace.run.start import START, StartRecord
 
 # A run's state is looked up anew after this many seconds: the look takes the locks of the run for a moment.
 _STATE_S = 1.0
-_LARGEST_CONFIG, _LARGEST_RECORD = 4 << 20, 1 << 20
+_LARGEST_CONFIG, _LARGEST_RECORD, _LARGEST_START = 4 << 20, 1 << 20, 16 << 20
 # Values of all journals that are kept at a time, at nine bytes each.
 MOST_CELLS = 12_000_000
 _BEGINNING = 200  # bytes of a journal
@@ -196,6 +197,12 @@ class RunFiles:
         return found
 
     @property
+    def start(self) -> StartRecord | None:
+        """How it was last started; None if an older build started it. Raises `CodecError`."""
+        path = self.folder / START
+        return start.read(check_file(path, self.folder, _LARGEST_START).parent) if path.exists() else None
+
+    @property
     def journal(self) -> RunJournal:
         """Its journal, with all that was written so far. Raises `ServiceError`, `CodecError`."""
         for path in self.folder.glob(f"{Path(JOURNAL).stem}*"):
@@ -234,10 +241,14 @@ class RunFiles:
         found: T = self._found[1]
         return found
 
+    def forget_found(self) -> None:
+        """Let go of what was found once."""
+        self._found = None
+
     def forget(self) -> None:
         """Let go of what was read."""
         self._remembered.clear()
-        self._found = None
+        self.forget_found()
         self._journal = RunJournal(self.folder / JOURNAL)
         self._history = None
 
@@ -278,15 +289,18 @@ class RunFolder:
             self._runs.pop(name, None)
 
     def bound_memory(self, most: int = MOST_CELLS) -> None:
-        """Forget the journals that were asked for longest ago, so that those kept have at most `most` values, but for the newest."""
+        """Forget the journals that were asked for longest ago, so that those kept have at most `most` values, but for the newest; and what
+        was found once in any other run."""
         with self._lock:
             runs: Sequence[RunFiles] = list(self._runs.values())
         kept = 0
         for place, run in enumerate(reversed(runs)):
             kept += run.cells
-            if place and kept > most and run.lock.acquire(blocking=False):
-                kept -= run.cells
-                run.forget()
+            if place and run.lock.acquire(blocking=False):
+                run.forget_found()
+                if kept > most:
+                    kept -= run.cells
+                    run.forget()
                 run.lock.release()
 
 

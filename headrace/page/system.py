@@ -20,8 +20,7 @@ from headrace.config.explain import known_keys, pattern
 from headrace.config.in_yaml import without_password
 from headrace.page.run_files import RunFiles, check_file
 from headrace.run.folder import SAVED, resume_hint
-from headrace.run.start import START, name_origin
-from headrace.run.start import read as read_start
+from headrace.run.start import name_origin
 
 LOGS = (
     "logs"  # in the run's folder, whatever `logger.log_dir` is: `headrace up` writes the output of the services there
@@ -31,17 +30,13 @@ _BLOCK = 1 << 18
 # Bytes of one log that a request reads at most, from its end.
 MOST_BYTES = 64 << 20
 _LONGEST_TEXT = 20_000
-_LARGEST_START = 4 << 20
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:,(\d{3}))? (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)", re.DOTALL)
 
 
 def describe_system(run: RunFiles) -> dict[str, Any]:
     """Return how a run was last started, its configuration, key by key, and its logs. Raises as `RunFiles.config` does, and `CodecError`
     for a record of its start that can't be read."""
-    config = run.config
-    started = None
-    if (run.folder / START).exists():
-        started = read_start(check_file(run.folder / START, run.folder, _LARGEST_START).parent)
+    config, started = run.config, run.start
     saved = str(run.folder / SAVED)
 
     def describe(key: str, value: Any) -> dict[str, Any]:

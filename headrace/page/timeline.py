@@ -1,13 +1,16 @@
 """Who did what when: the trainer's steps from the journal; generation by replica and scoring by environment from the events of groups.
 
-A lane has at most `MOST_BARS` bars. Of more, the longest half stays, and the others are merged with their neighbours.
+A lane has at most `MOST_BARS` bars. Of more, the longest half stays, and the others are merged with their neighbours. Until then bars are
+columns: a long run has hundreds of thousands, and only those that are shown become objects.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +22,8 @@ from headrace.run.findings import PARTS, REST, TOTAL
 
 # Bars of one lane, and of all lanes together.
 MOST_BARS, MOST_OF_ALL = 2000, 100_000
-# Events that one answer reads at most, the newest ones.
-MOST_EVENTS = 500_000
+# Events that one answer reads at most, the newest ones: about 50 bytes each for a moment.
+MOST_EVENTS = 2_000_000
 # Events before the window that may begin a bar in it.
 _BEFORE_S = 900.0
 # The parts of a step in the order in which the loop takes them.
@@ -36,11 +39,76 @@ _ORDER = (
     "checkpoint",
 )
 _TRAINER = "trainer"
+_NONE = -1  # in a column of codes or numbers
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bar = dict[str, Any]
-Lane = tuple[str, str, list[Bar]]  # its name, its kind, and its bars
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars:
+    """Bars as columns, in any order. `what` has places of `kinds`, `group` places of `groups`; -1 stands for what a bar doesn't have. `say`
+    returns the text of the bar at a place."""
+
+    start: Floats
+    end: Floats
+    what: Ints
+    kinds: Sequence[str]
+    say: Callable[[int], str]
+    version: Ints
+    step: Ints
+    group: Ints
+    index: Ints
+    groups: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def show(self, place: int) -> dict[str, Any]:
+        """Return the bar at a place as it is sent."""
+        return {
+            "start": float(self.start[place]),
+            "end": float(self.end[place]),
+            "what": self.kinds[self.what[place]],
+            **{name: self._name(name, int(column[place])) for name, column in self._columns},
+            "text": self.say(place),
+        }
+
+    def merge(self, places: Ints, cuts: Ints) -> Iterator[dict[str, Any]]:
+        """Yield a bar for those at the places from each cut to the next: what they share, and where they are together."""
+        sizes = np.diff(cuts, append=len(places)).tolist()
+        low = {name: np.minimum.reduceat(column[places], cuts).tolist() for name, column in self._columns}
+        high = {name: np.maximum.reduceat(column[places], cuts).tolist() for name, column in self._columns}
+        starts = np.minimum.reduceat(self.start[places], cuts).tolist()
+        ends = np.maximum.reduceat(self.end[places], cuts).tolist()
+        for number, (cut, size) in enumerate(zip(cuts.tolist(), sizes, strict=True)):
+            if size == 1:
+                yield {**self.show(int(places[cut])), "count": 1}
+                continue
+            kinds = [self.kinds[code] for code in dict.fromkeys(self.what[places[cut : cut + size]].tolist())]
+            shared = {
+                name: self._name(name, least[number]) if least[number] == high[name][number] else None
+                for name, least in low.items()
+            }
+            what = kinds[0] if len(kinds) == 1 else "several"
+            text = f"{size} of {', '.join(kinds)}"
+            yield {"start": starts[number], "end": ends[number], "what": what, **shared, "text": text, "count": size}
+
+    @property
+    def _columns(self) -> list[tuple[str, Ints]]:
+        return [(name, getattr(self, name)) for name in ("version", "step", "group", "index")]
+
+    def _name(self, column: str, value: int) -> int | str | None:
+        if value == _NONE:
+            return None
+        return self.groups[value] if column == "group" else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    name: str
+    kind: Literal["trainer", "replica", "environment"]
+    bars: Bars
 
 
 def describe(run: RunFiles, first: float | None = None, last: float | None = None) -> dict[str, Any]:
@@ -52,7 +120,7 @@ def describe(run: RunFiles, first: float | None = None, last: float | None = Non
         ends = [journal.times[1]] if journal.times else []
         last = max([*ends, *(file.last[0] / 1000 for file in files[-1:])], default=first or 0.0)
     begin = -math.inf if first is None else first
-    lanes: list[Lane] = [(_TRAINER, "trainer", _steps(run, begin, last))]
+    lanes = [Lane(_TRAINER, "trainer", _steps(run, begin, last))]
     try:
         lanes += _of_events(run, files, begin, last, problems)
     except HeadraceError as error:
@@ -62,130 +130,137 @@ def describe(run: RunFiles, first: float | None = None, last: float | None = Non
             "the build that ran it wrote no history of groups, so what replicas and environments did is unknown"
         )
     if first is None:
-        first = min((bar["start"] for _, _, bars in lanes for bar in bars), default=last)
+        first = min((float(lane.bars.start.min()) for lane in lanes if len(lane.bars)), default=last)
     most = max(1, min(MOST_BARS, MOST_OF_ALL // len(lanes)))
-    shown = [_lane(*lane, first, last, most) for lane in lanes]
-    return {"first": first, "last": last, "lanes": shown, "problems": problems}
+    shown = [
+        {
+            "name": lane.name,
+            "kind": lane.kind,
+            "bars": show(lane.bars, first, last, most),
+            "merged": len(lane.bars) > most,
+        }
+        for lane in lanes
+    ]
+    running = run.history.state == "running"
+    return {"first": first, "last": last, "running": running, "lanes": shown, "problems": problems}
 
 
-def _lane(name: str, kind: str, bars: list[Bar], first: float, last: float, most: int) -> dict[str, Any]:
-    merged = len(bars) > most
-    return {"name": name, "kind": kind, "bars": merge(bars, first, last, most) if merged else bars, "merged": merged}
-
-
-def merge(bars: list[Bar], first: float, last: float, most: int = MOST_BARS) -> list[Bar]:
-    """Return at most `most` bars: the longest half of them as they are, and the others merged by what they are and where they are."""
-    by_length = sorted(range(len(bars)), key=lambda place: bars[place]["start"] - bars[place]["end"])
-    kept = [bars[place] for place in by_length[: most // 2]]
+def show(bars: Bars, first: float, last: float, most: int = MOST_BARS) -> list[dict[str, Any]]:
+    """Return at most `most` bars, in the order of their starts. Of more, the longest half are as they are, and the others merged by where
+    they are."""
+    if len(bars) <= most:
+        return [bars.show(place) for place in np.lexsort((bars.end, bars.start)).tolist()]
+    by_length = np.argsort(bars.start - bars.end, kind="stable")
+    kept, others = by_length[: most // 2], by_length[most // 2 :]
     slots = most - len(kept)
-    width = max(last - first, 1e-9) / slots
-    merged: dict[int, list[Bar]] = {}
-    for place in by_length[most // 2 :]:
-        bar = bars[place]
-        slot = int(((bar["start"] + bar["end"]) / 2 - first) / width)
-        merged.setdefault(min(max(slot, 0), slots - 1), []).append(bar)
-    for together in merged.values():
-        start, end = min(bar["start"] for bar in together), max(bar["end"] for bar in together)
-        kinds = list(dict.fromkeys(bar["what"] for bar in together))
-        one = together[0]
-        shared = {key: one[key] if all(bar[key] == one[key] for bar in together) else None for key in _SHARED}
-        text = one["text"] if len(together) == 1 else f"{len(together)} of {', '.join(kinds)}"
-        what = kinds[0] if len(kinds) == 1 else "several"
-        kept.append({"start": start, "end": end, "what": what, **shared, "text": text, "count": len(together)})
-    return sorted(kept, key=lambda bar: (bar["start"], bar["end"]))
-
-
-_SHARED = ("version", "step", "group", "index")
-
-
-def _bar(start: float, end: float, what: str, text: str, **known: Any) -> Bar:
-    return {"start": start, "end": end, "what": what, **dict.fromkeys(_SHARED), **known, "text": text}
+    middle = (bars.start[others] + bars.end[others]) / 2
+    # a lane of instants has no width
+    slot = np.clip((middle - first) / max(last - first, 1e-9) * slots, 0, slots - 1).astype(np.int64)
+    order = np.argsort(slot, kind="stable")
+    others, slot = others[order], slot[order]
+    cuts = np.flatnonzero(np.diff(slot, prepend=_NONE))
+    shown = [*map(bars.show, kept.tolist()), *bars.merge(others, cuts)]
+    return sorted(shown, key=lambda bar: (bar["start"], bar["end"]))
 
 
 # -- the trainer
 
 
-def _steps(run: RunFiles, first: float, last: float) -> list[Bar]:
+def _steps(run: RunFiles, first: float, last: float) -> Bars:
     """Return the parts of the steps, the validations and the writing of checkpoints. How long each part took is measured; their order in a
     step is that in which the loop takes them."""
-    bars: list[Bar] = []
     metrics = {part.name: part.metric for part in PARTS}
     columns = run.journal.columns["train"]
     times = np.array([line.time for line in run.journal.lines if line.kind == "train"])
     total, _ = columns.values(TOTAL)
-    shown = np.flatnonzero((times >= first) & (times - total <= last)) if len(times) else np.array([], dtype=np.int64)
-    of_part = {name: np.nan_to_num(columns.values(metric)[0]) for name, metric in metrics.items()}
-    writes, written = columns.values("timing/train/checkpoint_write")
-    for place in shown.tolist():
-        step, end = int(columns.steps[place]), float(times[place])
-        start = end - float(total[place])
-        seconds = {name: float(values[place]) for name, values in of_part.items()}
-        seconds[REST] = max(0.0, float(total[place]) - sum(seconds.values()))
-        for name in _ORDER:
-            if seconds[name] > 0:
-                text = f"step {step}: {name}, {seconds[name]:.3g} s"
-                bars.append(_bar(start, start + seconds[name], name, text, step=step, version=step))
-                start += seconds[name]
-        if written[place]:
-            text = f"a checkpoint was written, {writes[place]:.3g} s"
-            bars.append(_bar(end - float(writes[place]), end, "checkpoint written", text, step=step))
+    rows = np.flatnonzero((times >= first) & (times - total <= last)) if len(times) else np.array([], dtype=np.int64)
+    times, total, steps = times[rows], total[rows], columns.steps[rows]
+    took = {name: np.nan_to_num(columns.values(metric)[0][rows]) for name, metric in metrics.items()}
+    took[REST] = np.maximum(0.0, total - sum(took.values()))
+    # one row a step, one column a part
+    lengths = np.stack([took[name] for name in _ORDER], axis=1)
+    ends = (times - total)[:, None] + np.cumsum(lengths, axis=1)
+    which, part = np.nonzero(lengths > 0)
+    writes, written = (column[rows] for column in columns.values("timing/train/checkpoint_write"))
+    wrote = np.flatnonzero(written)
+    checked = np.array(list(_validations(run, first, last))).reshape(-1, 3)
+    kinds = (*_ORDER, "checkpoint written", "validation run")
+    start = np.concatenate([(ends - lengths)[which, part], (times - writes)[wrote], checked[:, 0]])
+    end = np.concatenate([ends[which, part], times[wrote], checked[:, 1]])
+    what = np.concatenate([part, np.full(len(wrote), len(_ORDER)), np.full(len(checked), len(_ORDER) + 1)])
+    step = np.concatenate([steps[which], steps[wrote], np.full(len(checked), _NONE)])
+    version = np.concatenate([steps[which], np.full(len(wrote), _NONE), checked[:, 2].astype(np.int64)])
+
+    def say(place: int) -> str:
+        kind, seconds = kinds[what[place]], f"{end[place] - start[place]:.3g} s"
+        match kind:
+            case "checkpoint written":
+                return f"a checkpoint was written, {seconds}"
+            case "validation run":
+                return f"validation of version {version[place]}, {seconds}"
+        return f"step {step[place]}: {kind}, {seconds}"
+
+    none = np.full(len(start), _NONE)
+    return Bars(start, end, what, kinds, say, version, step, none, none)
+
+
+def _validations(run: RunFiles, first: float, last: float) -> Iterator[tuple[float, float, int]]:
+    """Yield when validations began and ended, and of which version they were."""
     for line in run.journal.lines:
         took = line.metrics.get("timing/validation/total_validation_time") if line.kind == "validation" else None
         if took is not None and line.time >= first and line.time - took <= last:
-            text = f"validation of version {line.step}, {took:.3g} s"
-            bars.append(_bar(line.time - took, line.time, "validation run", text, version=line.step))
-    return bars
+            yield line.time - took, line.time, line.step
 
 
 # -- replicas and environments
 
 
 class _Events:
-    """The events of groups in a range of time, column by column, in the order of their times."""
+    """The events of groups in a range of time, column by column, in the order in which they were written."""
 
     def __init__(self, files: Sequence[group_files.GroupFile], first: float, last: float, problems: list[str]) -> None:
-        import pyarrow
-        import pyarrow.compute
-
-        columns = ("time", "group", "what", "index", "replica", "newest", "build", "reward", "environment")
-        inside = [file for file in files if file.last[0] / 1000 >= first - _BEFORE_S and file.first[0] / 1000 <= last]
-        tables, count = [], 0
+        span = max(0, math.floor((first - _BEFORE_S) * 1000)) if math.isfinite(first) else 0, math.ceil(last * 1000)
+        inside = [file for file in files if file.last[0] >= span[0] and file.first[0] <= span[1]]
+        columns = group_files.EventColumns(
+            ("time", "group", "what", "index", "replica", "newest", "reward", "environment")
+        )
         for file in reversed(inside):
-            if count >= MOST_EVENTS:
-                problems.append(
-                    f"the range has too many events; only its newest {count} are shown: choose a shorter one"
-                )
-                break
             try:
-                tables.append(group_files.read_file(file.path, columns))
-                count += tables[-1].num_rows
+                if not columns.read(file.path, span, MOST_EVENTS):
+                    problems.append(
+                        f"the range has too many events; only its newest {columns.count} are shown: choose a shorter one"
+                    )
+                    break
             except FileNotFoundError:
                 continue  # it was merged with others meanwhile, whose events the next answer has
             except CodecError as error:
                 problems.append(str(error))
-        self.time: Floats = np.array([])
-        if not count:
-            return
-        table = pyarrow.concat_tables(tables[::-1])
-        table = table.filter(pyarrow.compute.is_valid(table["group"])).sort_by("time")
-        self.time = table["time"].cast("int64").to_numpy() / 1000
-        self.index: Ints = table["index"].fill_null(-1).to_numpy().astype(np.int64)
-        self.newest: Ints = table["newest"].fill_null(-1).to_numpy().astype(np.int64)
-        self.reward: Floats = table["reward"].to_numpy()
-        self.groups, self.group = _codes(table["group"])
-        self.replicas, self.replica = _codes(table["replica"].fill_null(""))
-        self.environments, self.environment = _codes(table["environment"].fill_null(""))
-        self._whats, self._what = _codes(table["what"])
+        self.count = columns.count
+        self.time: Floats = columns.numbers("time") / 1000
+        self.index, self.newest = columns.numbers("index"), columns.numbers("newest")
+        self.reward = columns.floats("reward")
+        self.groups, self.group = columns.texts("group"), columns.codes("group")
+        self.replicas, self.replica = columns.texts("replica"), columns.codes("replica")
+        self.environments, self.environment = columns.texts("environment"), columns.codes("environment")
+        self._whats, self._what = columns.texts("what"), columns.codes("what")
+        # events of the whole run concern nobody's lane
+        self._is_shown = self.group != _NONE
+        self._is_shown &= ~_find_repeated(inside, [self.index, self._what, self.group, self.time])
 
     def where(self, what: str) -> Ints:
-        return np.flatnonzero(self._what == self._whats.index(what)) if what in self._whats else np.array([], np.int64)
+        """Return the places of the events of groups of this kind."""
+        if what not in self._whats:
+            return np.array([], np.int64)
+        return np.flatnonzero((self._what == self._whats.index(what)) & self._is_shown)
 
 
-def _codes(column: Any) -> tuple[list[str], Ints]:
-    encoded = column.combine_chunks().dictionary_encode()
-    if hasattr(encoded, "combine_chunks"):
-        encoded = encoded.combine_chunks()
-    return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
+def _find_repeated(files: Sequence[group_files.GroupFile], columns: Sequence[NDArray[Any]]) -> NDArray[np.bool_]:
+    """Return which rows stand in another file too, and after it."""
+    repeated = np.zeros(len(columns[0]), dtype=bool)
+    if any(after.first <= before.last for before, after in itertools.pairwise(files)):
+        order = np.lexsort(columns)
+        repeated[order[1:]] = np.logical_and.reduce([np.diff(column[order]) == 0 for column in columns])
+    return repeated
 
 
 def _of_events(
@@ -195,75 +270,84 @@ def _of_events(
         return []
     group_files.import_parquet()
     events = _Events(files, first, last, problems)
-    if not len(events.time):
-        return []
-    return [*_replicas(events, first, last), *_environments(run, events, first, last)]
+    return [*_replicas(events, first, last), *_environments(run, events, first, last)] if events.count else []
 
 
 def _latest(keys: Ints, times: Floats, of: Ints, at: Floats) -> Ints:
     """Return, for each pair of `of` and `at`, the place of the newest of `keys` and `times` with the same key, at that time or before; -1
     if there is none."""
-    if not len(keys):
-        return np.full(len(of), -1, dtype=np.int64)
-    order = np.lexsort((times, keys))
-    sorted_keys, sorted_times = keys[order], times[order]
+    if not len(keys) or not len(of):
+        return np.full(len(of), _NONE, dtype=np.int64)
+    keys, of = keys.astype(np.int64), of.astype(np.int64)
     # milliseconds, so that a key and a time make one number
-    start = min(float(times.min()), float(at.min())) if len(at) else 0.0
-    span = int((max(float(times.max()), float(at.max()) if len(at) else 0.0) - start) * 1000) + 2
-    combined = sorted_keys * span + np.rint((sorted_times - start) * 1000).astype(np.int64)
+    start = min(float(times.min()), float(at.min()))
+    span = int((max(float(times.max()), float(at.max())) - start) * 1000) + 2
+    combined = keys * span + np.rint((times - start) * 1000).astype(np.int64)
     wanted = of * span + np.rint((at - start) * 1000).astype(np.int64)
-    found = np.searchsorted(combined, wanted, side="right") - 1
-    valid = (found >= 0) & (sorted_keys[np.maximum(found, 0)] == of)
-    return np.where(valid, order[np.maximum(found, 0)], -1)
+    order = np.argsort(combined, kind="stable")
+    found = np.searchsorted(combined[order], wanted, side="right") - 1
+    newest = order[np.maximum(found, 0)]
+    return np.where((found >= 0) & (keys[newest] == of), newest, _NONE)
 
 
-def _replicas(events: _Events, first: float, last: float) -> list[Lane]:
+def _by_name(names: Sequence[str], lane: Ints) -> Iterator[tuple[str, Ints]]:
+    """Yield each name that has bars, in the order of names, with the places of its bars."""
+    order = np.argsort(lane, kind="stable")
+    cuts = np.flatnonzero(np.diff(lane[order], prepend=_NONE - 1))
+    found = [(names[lane[places[0]]], places) for places in np.split(order, cuts[1:]) if len(places)]
+    yield from sorted(found, key=lambda pair: pair[0])
+
+
+def _replicas(events: _Events, first: float, last: float) -> Iterator[Lane]:
     """A trajectory's bar begins with the lease of its group and ends with its push: the replica generates all of a group together."""
     leased, pushed = events.where("leased"), events.where("pushed")
-    begin = _latest(events.group[leased], events.time[leased], events.group[pushed], events.time[pushed])
-    of_lane: dict[str, list[Bar]] = {}
-    for place, lease in zip(pushed.tolist(), begin.tolist(), strict=True):
-        end, who = float(events.time[place]), int(events.replica[place])
-        start, leaseholder = (
-            (float(events.time[leased[lease]]), int(events.replica[leased[lease]])) if lease >= 0 else (end, who)
-        )
-        if end >= first and start <= last:
-            group, index, version = (
-                events.groups[events.group[place]],
-                int(events.index[place]),
-                int(events.newest[place]),
-            )
-            known = {"group": group, "index": index, "version": version if version >= 0 else None}
-            bar = _bar(start, end, "generation", f"group {group}, trajectory {index}", **known)
-            # a push is of the replica that has the lease, and need not say so
-            name = events.replicas[who] or events.replicas[leaseholder] or "unknown replica"
-            of_lane.setdefault(name, []).append(bar)
-    return [(name, "replica", bars) for name, bars in sorted(of_lane.items())]
+    lease = _latest(events.group[leased], events.time[leased], events.group[pushed], events.time[pushed])
+    start = np.where(lease >= 0, _take(events.time[leased], lease), events.time[pushed])
+    holder = np.where(lease >= 0, _take(events.replica[leased], lease), _NONE)
+    shown = (events.time[pushed] >= first) & (start <= last)
+    pushed, start, holder = pushed[shown], start[shown], holder[shown]
+    # a push is of the replica that has the lease, and need not say so
+    who = np.where(events.replica[pushed] != _NONE, events.replica[pushed], holder)
+    for name, places in _by_name([*events.replicas, "unknown replica"], who):
+        yield Lane(name, "replica", _of_trajectories(events, "generation", start[places], pushed[places]))
 
 
-def _environments(run: RunFiles, events: _Events, first: float, last: float) -> list[Lane]:
+def _environments(run: RunFiles, events: _Events, first: float, last: float) -> Iterator[Lane]:
     """A trajectory's bar begins with its push and ends with its score."""
     pushed, scored = events.where("pushed"), events.where("scored")
     most = int(events.index.max(initial=0)) + 2
-    keys = events.group * most + events.index
-    begin = _latest(keys[pushed], events.time[pushed], keys[scored], events.time[scored])
+    of_pushed, of_scored = (
+        events.group[places].astype(np.int64) * most + events.index[places] for places in (pushed, scored)
+    )
+    push = _latest(of_pushed, events.time[pushed], of_scored, events.time[scored])
+    start = np.where(push >= 0, _take(events.time[pushed], push), events.time[scored])
+    shown = (events.time[scored] >= first) & (start <= last)
+    scored, start = scored[shown], start[shown]
     enqueued = events.where("enqueued")
-    environment_of = dict(zip(events.group[enqueued].tolist(), events.environment[enqueued].tolist(), strict=True))
+    environment_of = np.full(len(events.groups), _NONE)
+    environment_of[events.group[enqueued]] = events.environment[enqueued]
     only = next(iter(run.config.env)) if len(run.config.env) == 1 else "unknown environment"
-    of_lane: dict[str, list[Bar]] = {}
-    for place, push in zip(scored.tolist(), begin.tolist(), strict=True):
-        start, end = (
-            float(events.time[pushed[push]]) if push >= 0 else float(events.time[place]),
-            float(events.time[place]),
-        )
-        if end >= first and start <= last:
-            code = environment_of.get(int(events.group[place]))
-            name = (events.environments[code] if code is not None else "") or only
-            group, index, reward = (
-                events.groups[events.group[place]],
-                int(events.index[place]),
-                float(events.reward[place]),
-            )
-            text = f"group {group}, trajectory {index}: reward {reward:.4g}"
-            of_lane.setdefault(name, []).append(_bar(start, end, "scoring", text, group=group, index=index))
-    return [(name, "environment", bars) for name, bars in sorted(of_lane.items())]
+    # that of a group which was enqueued before the range is not known, unless there is only one
+    names = [*events.environments, only]
+    first_of = {name: place for place, name in reversed(list(enumerate(names)))}
+    codes = np.array([first_of[name] for name in names])[environment_of]
+    for name, places in _by_name(names, codes[events.group[scored]]):
+        yield Lane(name, "environment", _of_trajectories(events, "scoring", start[places], scored[places]))
+
+
+def _take(values: NDArray[Any], places: Ints) -> NDArray[Any]:
+    """Return the values at these places, and any value at -1."""
+    return values[places] if len(values) else np.zeros(len(places), values.dtype)
+
+
+def _of_trajectories(events: _Events, what: Literal["generation", "scoring"], start: Floats, ends: Ints) -> Bars:
+    """Return the bars that end with these events, each of which is of a trajectory."""
+    group, index, reward = events.group[ends], events.index[ends], events.reward[ends]
+
+    def say(place: int) -> str:
+        text = f"group {events.groups[group[place]]}, trajectory {index[place]}"
+        return text if what == "generation" else f"{text}: reward {reward[place]:.4g}"
+
+    none, zeros = np.full(len(ends), _NONE), np.zeros(len(ends), dtype=np.int64)
+    version = events.newest[ends] if what == "generation" else none
+    return Bars(start, events.time[ends], zeros, (what,), say, version, none, group, index, events.groups)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.page.groups import find_story, sample_places
+from headrace.page.groups import find_story, sample_places, say_unkept
 from headrace.page.run_files import NotHere, RunFiles
 from headrace.run.samples import SampleFiles, view_record
 
@@ -17,7 +17,7 @@ def describe_trajectory(run: RunFiles, group: str, index: int, first: int = 0, c
     """Return the tokens `[first, first + count)` of a trajectory, with all that is known of each. Raises `NotHere` if its group is unknown
     or its step's samples are no longer kept, `CodecError` for a sample file that can't be read."""
     story, _ = find_story(run, group)
-    files = SampleFiles(run.config.log_folder, None)
+    files = SampleFiles.of(run.config)
     for kind, step in sample_places(run, story.summary):
         # pages ask for a long one window by window; a file of a step is written once
         paths = files.failed_paths if kind == "failed" else (files.path(kind, step),)
@@ -26,11 +26,8 @@ def describe_trajectory(run: RunFiles, group: str, index: int, first: int = 0, c
         )
         if line is not None:
             return view_record(line, first, count)
-    kept = run.config.logger.keep_step_data
-    raise NotHere(
-        f"trajectory {index} of group {group!r:.100} is in no sample file of run {run.name}: those of the newest {kept} steps are kept "
-        "(logger.keep_step_data)"
-    )
+    why = say_unkept(run, story.summary)
+    raise NotHere(f"trajectory {index} of group {group!r:.100} is in no sample file of run {run.name}: {why}")
 
 
 def _written(path: Path) -> tuple[int, int] | None:

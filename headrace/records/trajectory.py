@@ -35,6 +35,7 @@ class Sampling(msgspec.Struct, frozen=True):
     """The sampling parameters of a group's completions. `temperature` 0 is greedy; `seed` makes trajectory i use `seed + i`.
 
     `top_k` (None: all) keeps the largest probabilities at that temperature, and `top_p` the fewest of those that sum to at least it.
+    `bad_words` are excluded before that.
     """
 
     temperature: float
@@ -44,6 +45,7 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int | None = None
     top_k: int | None = None
     top_p: float = 1.0
+    bad_words: tuple[str, ...] = ()
 
 
 class Group(msgspec.Struct, frozen=True, tag_field="schema", tag=1):

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import cast
 
-
-class HistoryRow(NamedTuple):
-    """One thing that happened to one group, or with group None to the whole run. `id` is the id of the stream's entry, which has the
-    server's time in milliseconds, and `part` counts the rows of one entry. A trajectory that was pushed has `tokens`, and their `oldest`
-    and `newest` versions. `lost` is how many entries were ever cut off unread. Fields that a row doesn't have are None."""
-
-    id: str
-    part: int
-    what: str
-    group: str | None = None
-    index: int | None = None  # type: ignore[assignment]  # a tuple has a method of this name
-    replica: str | None = None
-    attempt: int | None = None
-    step: int | None = None
-    version: int | None = None
-    timeline: str | None = None
-    reward: float | None = None
-    build: str | None = None
-    cause: str | None = None
-    reason: str | None = None
-    tokens: int | None = None
-    oldest: int | None = None
-    newest: int | None = None
-    lost: int | None = None
-    lane: str | None = None
-    order: int | None = None
-    n: int | None = None
-    environment: str | None = None
-
+from headrace.records.group_event import GroupEvent, What
 
 # Field of an entry (`tell` in _run.lua) -> field of a row.
 _TEXTS = {"r": "replica", "t": "timeline", "b": "build", "c": "cause", "m": "reason", "l": "lane", "e": "environment"}
 _NUMBERS = {"a": "attempt", "i": "index", "s": "step", "v": "version", "o": "order", "n": "n"}
 
 
-def expand_entry(entry: str, fields: Mapping[bytes, bytes]) -> Iterator[HistoryRow]:
+def expand_entry(entry: str, fields: Mapping[bytes, bytes]) -> Iterator[GroupEvent]:
     """Yield a row for each group, or for each trajectory, of an entry."""
     values = {name.decode(): value.decode() for name, value in fields.items()}
     shared: dict[str, str | int] = {name: values[field] for field, name in _TEXTS.items() if field in values}
     shared |= {name: int(values[field]) for field, name in _NUMBERS.items() if field in values}
-    first = HistoryRow(entry, 0, values["w"], **shared)  # type: ignore[arg-type]
+    first = GroupEvent(entry, 0, cast(What, values["w"]), **shared)  # type: ignore[arg-type]
     groups: Sequence[str | None] = values["g"].split("\n") if values["g"] else [None]
     for part, group in enumerate(groups):
         row = first._replace(part=part, group=group)

@@ -10,29 +10,32 @@ An event that concerns the whole run (`rewound`, `restored`, `lost`) has no grou
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.base.files import atomic_write, fsync
+from headrace.records.group_event import Cursor, GroupEvent, parse_cursor
 
 FOLDER = "groups"
 # Files of one level that are merged into one, and the bytes that they may have together.
 MERGED = 64
 MOST_BYTES = 64 << 20
 
-Cursor = tuple[int, int]
+# Rows that are written, or turned into Python objects, at a time.
+_PART, _AT_ONCE = 65_536, 4096
+
 _NAME = re.compile(r"(\d+)_(\d+)-(\d+)_(\d+)-(\d+)\.parquet")
 
-What = Literal[
-    "enqueued", "leased", "pushed", "dropped", "began_anew", "scoring", "scored", "ready", "reserved", "rejected", "requeued", "passed_on",
-    "trained", "filtered", "failed", "evaluated", "unused", "retried", "rewound", "restored", "lost",
-]  # fmt: skip
-
-# name: Parquet type. `part` counts the rows of one event, and `time` is the server's clock. What an event lacks is null.
+# The fields of a `GroupEvent` and its time, each with its Parquet type. What an event lacks is null.
 COLUMNS: Mapping[str, str] = {
     "id": "string",
     "part": "int32",
@@ -82,12 +85,6 @@ class GroupFile:
         return self.path.name
 
 
-def parse_cursor(text: str) -> Cursor:
-    """Return the milliseconds and number of an event's id."""
-    milliseconds, _, number = text.partition("-")
-    return int(milliseconds), int(number)
-
-
 def list_files(folder: Path) -> list[GroupFile]:
     """Return the files of a folder by the order of their events; none without the folder."""
     try:
@@ -108,7 +105,7 @@ def write_file(folder: Path, columns: Mapping[str, Sequence[Any]]) -> Path:
     path = folder / _name(0, parse_cursor(ids[0]), parse_cursor(ids[-1]))
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as unfinished:
-        parquet.write_table(_table(columns), unfinished, compression="zstd")
+        parquet.write_table(_table(columns), unfinished, row_group_size=_PART, compression="zstd")
         fsync(unfinished)
     fsync(folder)
     return path
@@ -125,7 +122,7 @@ def merge_files(folder: Path) -> Path | None:
     with atomic_write(path) as unfinished:
         with parquet.ParquetWriter(unfinished, _schema(), compression="zstd") as writer:
             for part in parts:
-                writer.write_table(read_file(part.path))
+                writer.write_table(read_file(part.path), row_group_size=_PART)
         fsync(unfinished)
     fsync(folder)
     for part in parts:
@@ -133,24 +130,128 @@ def merge_files(folder: Path) -> Path | None:
     return path
 
 
-def read_file(path: Path, columns: Collection[str] | None = None, group: str | None = None) -> Any:
-    """Return the table of a file, or only the rows of one group, with those of rewinds and restores. Raises `FileNotFoundError`, and
-    `CodecError` for a damaged file."""
+def read_file(path: Path, columns: Collection[str] | None = None) -> Any:
+    """Return the table of a file. Raises `FileNotFoundError`, and `CodecError` for a damaged file."""
+    with _open(path) as file:
+        return file.read(columns=None if columns is None else list(columns))
+
+
+def iterate_events(path: Path, fields: Collection[str]) -> Iterator[GroupEvent]:
+    """Yield the events of a file with these fields of them, holding a few thousand at a time. Raises as `read_file` does."""
+    with _open(path) as file:
+        for batch in file.iter_batches(_AT_ONCE, columns=list(fields), use_threads=False):
+            yield from _events(batch)
+
+
+def find_events(path: Path, group: str, span: tuple[int, int]) -> Iterator[GroupEvent]:
+    """Yield the events of one group in a file, and the rewinds and restores in it, between two times in milliseconds. Raises as `read_file`
+    does."""
+    from pyarrow import array, compute
+
+    wanted = array(["rewound", "restored"])
+    with _open(path) as file:
+        for part in _parts(file, span):
+            table = file.read_row_group(part, use_threads=False)
+            of_run = compute.is_in(table["what"], value_set=wanted)
+            found = table.filter(compute.or_kleene(compute.equal(table["group"], group), of_run))
+            for batch in found.to_batches():
+                yield from (event for event in _events(batch) if span[0] <= event.cursor[0] <= span[1])
+
+
+def _events(batch: Any) -> Iterator[GroupEvent]:
+    """Yield the events of the rows of a table; fields that it lacks are None."""
+    present = set(batch.schema.names)
+    columns = (batch.column(name).to_pylist() if name in present else repeat(None) for name in GroupEvent._fields)
+    return map(GroupEvent._make, zip(*columns))  # noqa: B905  # `repeat` has no end
+
+
+class EventColumns:
+    """Columns of the events in a range of time, as arrays of a few bytes an event, each of which is taken once. `codes` has the place of
+    each text in `texts`; -1 (in `floats` NaN) stands for null."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = list(names)
+        self.count = 0
+        self._texts: dict[str, dict[str, int]] = {name: {} for name in names if COLUMNS[name] == "string"}
+        self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+
+    def read(self, path: Path, span: tuple[int, int], most: int) -> bool:
+        """Add the events of a file between two times in milliseconds, in parts, before those that were added. Returns False once there are
+        `most` or more, and some were left out. Raises as `read_file` does."""
+        with _open(path, self._texts) as file:
+            for part in reversed(_parts(file, span)):
+                if self.count >= most:
+                    return False
+                self._add(file.read_row_group(part, self.names, use_threads=False))
+        return True
+
+    def _add(self, table: Any) -> None:
+        self.count += len(table)
+        for name, parts in self._parts.items():
+            column = table[name].combine_chunks()
+            if name in self._texts:
+                known = self._texts[name]
+                codes = [known.setdefault(text, len(known)) for text in column.dictionary.to_pylist()]
+                # null's -1 is the last place
+                parts.append(np.array([*codes, -1], dtype=np.int32)[column.indices.fill_null(-1).to_numpy()])
+            elif COLUMNS[name] == "double":
+                parts.append(column.to_numpy(zero_copy_only=False).astype(np.float32))
+            else:
+                kind = "int64" if COLUMNS[name] == "timestamp" else "int32"
+                parts.append(column.cast("int64").fill_null(-1).to_numpy().astype(kind))
+
+    def texts(self, name: str) -> list[str]:
+        return list(self._texts[name])
+
+    def codes(self, name: str) -> NDArray[np.int32]:
+        return self._column(name, np.int32)
+
+    def numbers(self, name: str) -> NDArray[np.int64]:
+        """Return times in milliseconds, or whole numbers (of four bytes)."""
+        return self._column(name, np.int64)
+
+    def floats(self, name: str) -> NDArray[np.float32]:
+        return self._column(name, np.float32)
+
+    def _column(self, name: str, otherwise: Any) -> NDArray[Any]:
+        parts = self._parts.pop(name)
+        return np.concatenate(parts[::-1]) if parts else np.array([], dtype=otherwise)
+
+
+@contextlib.contextmanager
+def _open(path: Path, coded: Collection[str] = ()) -> Iterator[Any]:
     parquet = import_parquet()
+    with _readable(path) as file:
+        yield parquet.ParquetFile(file, read_dictionary=list(coded))
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[IO[bytes]]:
     import pyarrow
 
-    # rows for which either is true
-    filters = None if group is None else [[("group", "==", group)], [("what", "in", ["rewound", "restored"])]]
-    names = None if columns is None else list(columns)
     try:
         with path.open("rb") as file:
-            return parquet.read_table(file, columns=names, filters=filters)
+            yield file
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise CodecError(
             f"{path}: not a file of group events ({' '.join(str(error).split()):.200}); move it away"
         ) from error
+
+
+def _parts(file: Any, span: tuple[int, int]) -> list[int]:
+    """Return the parts of a file that have events in a span of milliseconds, or don't say."""
+    time = file.schema_arrow.get_field_index("time")
+    return [part for part in range(file.num_row_groups) if _overlaps(file.metadata.row_group(part).column(time), span)]
+
+
+def _overlaps(column: Any, span: tuple[int, int]) -> bool:
+    known = column.statistics
+    if known is None or not known.has_min_max:
+        return True
+    least, most = (round(moment.timestamp() * 1000) for moment in (known.min, known.max))
+    return most >= span[0] and least <= span[1]
 
 
 def import_parquet() -> Any:
@@ -166,13 +267,6 @@ def import_parquet() -> Any:
 
 def cannot_write(folder: Path, error: OSError) -> ServiceError:
     return ServiceError(f"can't write the history of groups to {folder} ({error}); free space there, or set run.dir")
-
-
-def rows(table: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table, in batches, without what they lack."""
-    for batch in table.to_batches(max_chunksize=4096):
-        for row in batch.to_pylist():
-            yield {name: value for name, value in row.items() if value is not None}
 
 
 def _find_neighbours(files: Sequence[GroupFile]) -> Sequence[GroupFile]:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.base.devices import NCCL_REMEDY
 
+# The steps whose pace tells how long the others take.
+_RECENT = 10
 # A training step has the metric `NAME_alarm` for each.
 ALARMS = ("train_inference", "equal_rewards", "collapse", "weight_channel")
 
@@ -68,3 +70,9 @@ def seconds_per_step(steps: Iterable[Mapping[str, float]]) -> float | None:
     timed = [metrics for metrics in steps if "timing/train/total_step_time" in metrics]
     usual = [metrics for metrics in timed if not follows_start(metrics)] or timed
     return statistics.median(metrics["timing/train/total_step_time"] for metrics in usual) if usual else None
+
+
+def seconds_left(steps: Sequence[Mapping[str, float]], left: int) -> float | None:
+    """Return how long `left` further steps take at the pace of the newest of `steps`, which are in order; None without one."""
+    pace = seconds_per_step(steps[-_RECENT:])
+    return None if pace is None or left <= 0 else pace * left

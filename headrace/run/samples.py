@@ -14,22 +14,27 @@ import dataclasses
 import enum
 import gzip
 import json
+import math
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from headrace.base.errors import CodecError, ServiceError
-from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line, keep_newest
+from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line
 from headrace.base.printable import printable
 from headrace.records.score import Score, Status
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, FinishReason, Float32, Group, Message
 from headrace.run.indexed_lines import Key, find_lines, has_index, write_lines
 from headrace.run.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from headrace.config import Config
 
 T = TypeVar("T")
 
@@ -43,7 +48,7 @@ _DECIMALS = 6
 _DIGITS = 7
 # Characters of the artifacts of one sample that are shown.
 _SHOWN = 10_000
-_STEP = re.compile(r"(?:train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
+_STEP = re.compile(r"(train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
 # The lists with a number for each token of the completion, in the order in which they are written and shown.
 COLUMNS = (
     "generation_logprobs",
@@ -61,11 +66,14 @@ COLUMNS = (
     "entropies",
     "token_losses",
     "token_loss_gradients",
+    "token_value_losses",
     "values",
     "returns",
 )
 _CALL_FIELDS = ("parent", "trained", "finish_reason", "replica", "messages", "answer", "timings")
-_REMEDY = "free space there, set logger.log_dir, or logger.keep_step_data=0 to write none"
+_REMEDY = (
+    "free space there, set logger.log_dir, lower logger.keep_step_data_bytes, or logger.keep_step_data=0 to write none"
+)
 
 
 class MaskReason(enum.IntEnum):
@@ -423,12 +431,42 @@ def whole_numbers(values: Float32) -> list[int | None]:
     return numbers
 
 
-class SampleFiles:
-    """The sample files of a run. The newest `keep` of each kind are kept (None: all; 0: none are written)."""
+class _StepFile(NamedTuple):
+    """A file as it is listed: by when it was written, and where times are equal, by step."""
 
-    def __init__(self, folder: Path, keep: int | None) -> None:
+    written: int
+    step: int
+    kind: str
+    size: int
+    path: Path
+
+
+def write_size(count: int) -> str:
+    """Return a number of bytes for people, as `10 GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
+
+
+class SampleFiles:
+    """The sample files of a run. The newest `keep` of each kind are kept (None: all; 0: none are written), and of all kinds together as
+    many as have at most `most_bytes` (None: all).
+
+    Law: once a file is written, the files have at most `most_bytes`, or only the newest of each kind are left, which always stay. So while
+    one is written they have at most the bound and one step. What goes first was written first.
+    """
+
+    def __init__(self, folder: Path, keep: int | None, most_bytes: int | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.most_bytes = most_bytes
+        self._bounding = threading.Lock()  # steps and validations are written by different threads
+
+    @classmethod
+    def of(cls, config: Config) -> SampleFiles:
+        """Return the sample files of the run with this configuration."""
+        return cls(config.log_folder, config.logger.keep_step_data, config.logger.keep_step_data_bytes)
 
     @property
     def wanted(self) -> bool:
@@ -439,12 +477,47 @@ class SampleFiles:
 
     def steps(self, kind: Kind) -> list[int]:
         """Return the steps that have files. The one written last is the last, because a rewound run repeats steps."""
-        written = []
-        for path in self.folder.glob(f"{kind}_data_step*.jsonl.gz"):
+        return [file.step for file in self._list() if file.kind == kind]
+
+    def say_removed(self, kind: Kind) -> str:
+        """Return why a step that was trained, or a version that was evaluated, has no file: which bound removed it, and what is kept."""
+        if not self.wanted:
+            return "no samples are written (logger.keep_step_data=0)"
+        kept = self.steps(kind)
+        if not kept:
+            return f"{self.folder} has none, though the newest always stay: they were moved, or not copied"
+        count = f"{len(kept)} are kept, from {min(kept)} to {max(kept)}" if len(kept) > 1 else f"only {kept[0]} is kept"
+        if self.keep is not None and len(kept) >= self.keep:
+            return f"removed by the bound logger.keep_step_data={self.keep}; {count}"
+        if self.most_bytes is not None:
+            return f"removed by the bound logger.keep_step_data_bytes={self.most_bytes} ({write_size(self.most_bytes)}); {count}"
+        return f"the run removes none, so it was removed by hand; {count}"
+
+    def _list(self) -> list[_StepFile]:
+        """Return the files, those written first first."""
+        found = []
+        for path in self.folder.glob("*_data_step*.jsonl.gz"):
             if match := _STEP.fullmatch(path.name):
                 with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-                    written.append((path.stat().st_mtime_ns, int(match[1])))
-        return [step for _, step in sorted(written)]
+                    status = path.stat()
+                    found.append(_StepFile(status.st_mtime_ns, int(match[2]), match[1], status.st_size, path))
+        return sorted(found)
+
+    def _bound(self) -> None:
+        """Remove what is beyond the bounds. Raises `OSError`."""
+        with self._bounding:
+            kept = self._list()
+            newest = {file.kind: file for file in kept}
+            of_kind = {kind: [file for file in kept if file.kind == kind] for kind in newest}
+            removed = [file for files in of_kind.values() if self.keep is not None for file in files[: -self.keep]]
+            kept = [file for file in kept if file not in removed]
+            beyond = -math.inf if self.most_bytes is None else sum(file.size for file in kept) - self.most_bytes
+            for file in kept:
+                if beyond > 0 and file is not newest[file.kind]:
+                    removed.append(file)
+                    beyond -= file.size
+            for file in removed:
+                file.path.unlink(missing_ok=True)
 
     def write(self, kind: Kind, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Write a file atomically. Raises `ServiceError` for a full disk."""
@@ -455,8 +528,7 @@ class SampleFiles:
             self.folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as unfinished, unfinished.open("wb") as file:
                 write_lines(file, ((_key(each), msgspec.json.encode(each) + b"\n") for each in records))
-            if self.keep is not None:
-                keep_newest(self.folder, f"{kind}_data_step*.jsonl.gz", self.keep)
+            self._bound()
         except OSError as error:
             raise ServiceError(f"can't write trajectories to {path} ({error}); {_REMEDY}") from error
 
@@ -475,9 +547,9 @@ class SampleFiles:
         """Return the samples of a file, without the fields that only tools need. Raises as `read` does."""
         return _decode(self.path(kind, step), StoredSample)
 
-    def find(self, kind: Kind | Literal["failed"], step: int, group: str, index: int) -> dict[str, Any] | None:
-        """Return the record of one trajectory, without decoding the others; None if it is not kept. Of `failed` completions it is the last
-        one, whatever the step. Raises as `read` does."""
+    def find(self, kind: Kind | Literal["failed"], step: int, group: str, index: int) -> dict[str, msgspec.Raw] | None:
+        """Return the record of one trajectory, with its values as JSON: decoded, a long one takes five times as much. None if it is not
+        kept. Of `failed` completions it is the last one, whatever the step. Raises as `read` does."""
         if kind == "failed":
             return next(iter([line for path in self.failed_paths for line in _find(path, group, index)][::-1]), None)
         return next(_find(self.path(kind, step), group, index), None)
@@ -537,9 +609,9 @@ def read_group(path: Path, group: str, form: type[T]) -> Iterator[T]:
     return _find_lines(path, group, None, form)
 
 
-def _find(path: Path, group: str, index: int) -> Iterator[dict[str, Any]]:
+def _find(path: Path, group: str, index: int) -> Iterator[dict[str, msgspec.Raw]]:
     """Yield the lines about a trajectory, likewise."""
-    return _find_lines(path, group, index, dict[str, Any])
+    return _find_lines(path, group, index, dict[str, msgspec.Raw])
 
 
 def _find_lines(path: Path, group: str, index: int | None, form: type[T]) -> Iterator[T]:
@@ -565,7 +637,7 @@ def _lines(path: Path, file: IO[bytes], key: Key | str) -> Iterable[bytes]:
     return find_lines(file, key) if has_index(file) else gzip.open(file)
 
 
-def view_record(line: Mapping[str, Any], first: int = 0, count: int = 5000) -> dict[str, Any]:
+def view_record(line: Mapping[str, msgspec.Raw], first: int = 0, count: int = 5000) -> dict[str, Any]:
     """Return a trajectory for a viewer, with up to `count` tokens of its completion from `first` on.
 
     `tokens`, `prompt_tokens` and each call's `context_tokens` have `id` and `text`, which is None where the file has no texts. `columns`
@@ -573,40 +645,43 @@ def view_record(line: Mapping[str, Any], first: int = 0, count: int = 5000) -> d
     """
     shown = slice(first, first + count)
 
-    def tokens(of: Mapping[str, Any], name: str, shown: slice = slice(None)) -> list[dict[str, Any]]:
-        ids = of[f"{name}_ids"]
-        texts = of.get(f"{name}_texts") or [None] * len(ids)
-        ids, texts = ids[shown], texts[shown]
-        return [{"id": id_, "text": text} for id_, text in zip(ids, texts, strict=True)]
+    def read(name: str, default: Any = None) -> Any:
+        return msgspec.json.decode(line[name]) if name in line else default
 
-    calls = [
-        {
-            "number": number,
-            "start": call["tokens"][0],
-            "end": call["tokens"][1],
-            "context_tokens": tokens(call, "context_token"),
-            **{name: call[name] for name in _CALL_FIELDS},
-        }
-        for number, call in enumerate(line.get("calls", []))
-    ]
+    ids = read("token_ids")
     return {
-        "group": line["group"],
-        "index": line["index"],
-        "step": line.get("step"),
-        "total": len(line["token_ids"]),
+        "group": read("group"),
+        "index": read("index"),
+        "step": read("step"),
+        "total": len(ids),
         "first": first,
-        "tokens": tokens(line, "token", shown),
-        "columns": {name: values[shown] for name in COLUMNS if (values := line.get(name)) is not None},
+        "tokens": _tokens(ids, read("token_texts"), shown),
+        # one at a time: a column of a long trajectory takes megabytes
+        "columns": {name: values[shown] for name in COLUMNS if (values := read(name)) is not None},
         "legend": {
             name: {int(code): code.name for code in codes}
             for name, codes in (("mask_reasons", MaskReason), ("clipped", Clipped))
         },
-        "versions": line["spans"],
-        "calls": calls,
-        "prompt_tokens": tokens(line, "prompt_token"),
-        "reward": line["rewards"],
-        **{name: line.get(name, {}) for name in ("components", "metadata", "artifacts")},
+        "versions": read("spans"),
+        "calls": [
+            {
+                "number": number,
+                "start": call["tokens"][0],
+                "end": call["tokens"][1],
+                "context_tokens": _tokens(call["context_token_ids"], call.get("context_token_texts")),
+                **{name: call[name] for name in _CALL_FIELDS},
+            }
+            for number, call in enumerate(read("calls", []))
+        ],
+        "prompt_tokens": _tokens(read("prompt_token_ids"), read("prompt_token_texts")),
+        "reward": read("rewards"),
+        **{name: read(name, {}) for name in ("components", "metadata", "artifacts")},
     }
+
+
+def _tokens(ids: list[int], texts: list[str | None] | None, shown: slice = slice(None)) -> list[dict[str, Any]]:
+    texts = [None] * len(ids) if texts is None else texts
+    return [{"id": id_, "text": text} for id_, text in zip(ids[shown], texts[shown], strict=True)]
 
 
 def _decode(path: Path, kind: type[T]) -> list[T]:

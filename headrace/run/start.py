@@ -1,24 +1,27 @@
-"""How a run was last started, `start.json` in its folder: the command, what was installed, and where each key of its configuration came
-from. It holds no secret of the environment: passwords of addresses are masked, and the values of keys are in `config.yaml` alone."""
+"""How a run was last started, `start.json` in its folder: the command, what was installed, where each key of its configuration came from,
+and which keys had other values than at the start before. It holds no secret of the environment: passwords of addresses are masked, and of
+text from the environment it has the expression that gives it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.base.errors import CodecError
 from headrace.base.files import UNREADABLE, atomic_write, cannot_write
 from headrace.config import Config
-from headrace.config.compare import flatten
+from headrace.config.compare import Change, differing, flatten, is_own
 from headrace.config.in_yaml import without_password
 from headrace.config.keys import Keys
 from headrace.config.loading import COMMAND_LINE, ENVIRONMENT
@@ -39,30 +42,43 @@ class Checkout(msgspec.Struct, frozen=True):
     dirty: bool
 
 
+class Changed(msgspec.Struct, frozen=True):
+    """The keys that a start at `time` gave other values than the start before, each as a line of text."""
+
+    time: float
+    keys: tuple[str, ...]
+
+
 class StartRecord(msgspec.Struct, frozen=True):
     """The last start of a run, at `time` in Unix seconds. `origins` has where each key was given, as errors say it (`run.yaml:12`, `command
-    line`); keys that have their defaults are not in it."""
+    line`); keys that have their defaults are not in it. `values` has the value of each key, and `changes` those of all starts so far, the
+    oldest first."""
 
     time: float
     command: str
     versions: dict[str, str]
     git: Checkout | None
     origins: dict[str, str]
+    values: dict[str, Any] = {}  # missing in files of older builds
+    changes: tuple[Changed, ...] = ()
 
 
 def record(folder: Path, config: Config, origin: Callable[[Keys], str]) -> None:
     """Write the record of a start by this process. `origin` is that of `headrace.config.loading.examine`. Raises `ServiceError` for a
     folder that can't be written."""
-    places = {
-        key: origin(tuple(key.split("."))).strip().removeprefix("(").removesuffix(")")
-        for key, _ in flatten(config.show())
-    }
+    values = {key: _settle(value) for key, value in flatten(config.show())}
+    places = {key: origin(tuple(key.split("."))).strip().removeprefix("(").removesuffix(")") for key in values}
+    earlier, now = None, time.time()
+    with contextlib.suppress(CodecError):  # it is overwritten
+        earlier = read(folder)
     found = StartRecord(
-        time.time(),
+        now,
         say_command(sys.argv),
         find_versions(),
         find_checkout(Path.cwd()),
         {key: without_password(place) for key, place in places.items() if place},
+        values,
+        () if earlier is None else (*earlier.changes, *_find_changes(earlier.values, values, now)),
     )
     try:
         with atomic_write(folder / START) as unfinished:
@@ -70,6 +86,18 @@ def record(folder: Path, config: Config, origin: Callable[[Keys], str]) -> None:
             unfinished.write_bytes(msgspec.json.encode(found))
     except OSError as error:
         raise cannot_write(folder / START, error) from error
+
+
+def _settle(value: Any) -> Any:
+    """Return a value as it is compared and shown: a path as an absolute one, because the next start may be in another folder."""
+    if not isinstance(value, str):
+        return value
+    return os.path.realpath(value) if os.path.exists(value) else without_password(value)
+
+
+def _find_changes(before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> list[Changed]:
+    keys = [key for key in differing(before, after) if not is_own(key)] if before else []
+    return [Changed(now, tuple(str(Change(key, before.get(key), after.get(key))) for key in keys))] if keys else []
 
 
 def read(folder: Path) -> StartRecord | None:

@@ -67,9 +67,13 @@ class Backends:
             f"{NCCL_REMEDY}. Or set it to auto or gloo"
         )
 
+    def may_be_cause(self, backend: Backend, *, formed: bool) -> bool:
+        """Return whether a group to which all members had come may have failed because of its backend; `formed`: after it was formed."""
+        return backend != "gloo" and not (formed and backend in self._have_carried)
+
     def note_failure(self, backend: Backend, members: Collection[str], reason: str, *, formed: bool) -> None:
         """Note that an attempt over `backend` failed after all `members` had come to its group; `formed`: after the group was formed."""
-        if backend != "gloo" and members and not (formed and backend in self._have_carried):
+        if members and self.may_be_cause(backend, formed=formed):
             self._failure = _Failure(backend, frozenset(members), reason)
 
     def note_success(self, backend: Backend) -> None:

@@ -169,6 +169,7 @@ class Channel:
         self.gathered = self.formed = False
         self._group: Any = None
         self._connected = False
+        self._transfer = 0
         self._running: Future[Any] = Future()
         self._threads: list[threading.Thread] = []
         self._over_by = 0.0  # when all of them should have ended
@@ -241,6 +242,25 @@ class Channel:
         """Run `broadcasting` to its end."""
         with self.broadcasting(tensor, deadline):
             pass
+
+    def begin_transfer(self) -> None:
+        """Count transfers, on all ranks alike: reports of an earlier one say nothing of the next."""
+        self._transfer += 1
+
+    def report_received(self, buckets: int) -> None:
+        """Tell rank 0, as a rank above 0, how many buckets of this transfer have arrived. Raises `WeightChannelError`."""
+        with _torch_errors("reporting what has arrived"):
+            self._store.set(f"received/{self.membership.rank}", f"{self._transfer} {buckets}".encode())
+
+    def received(self) -> list[int]:
+        """Return how many buckets of this transfer each other rank has reported to rank 0. Raises `WeightChannelError`."""
+        counts = []
+        with _torch_errors("reading what has arrived"):
+            for rank in range(1, self.membership.world_size):
+                key = f"received/{rank}"
+                transfer, buckets = self._store.get(key).split() if self._store.check([key]) else (0, 0)
+                counts.append(int(buckets) if int(transfer) == self._transfer else 0)
+        return counts
 
     def buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return memory on this rank's device for buckets of these sizes. Every second bucket shares the same memory, in this transfer and

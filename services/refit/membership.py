@@ -39,6 +39,14 @@ def at_fault(epoch: Epoch) -> frozenset[str]:
     return frozenset(epoch.refused) - frozenset(epoch.interrupted)
 
 
+def find_late(received: Sequence[int], ranks: Mapping[str, range]) -> dict[str, int]:
+    """Return the members that have received less than others, each with how many buckets it has: as many as the worker that has the fewest.
+    `received` is of each rank from 1 on; `ranks` are each member's."""
+    counts = {member: min(received[rank - 1] for rank in own) for member, own in ranks.items()}
+    most = max(counts.values(), default=0)
+    return {member: count for member, count in counts.items() if count < most}
+
+
 def nccl_problem(trainer: Sequence[str], replicas: Mapping[str, Sequence[str]]) -> str | None:
     """Return why NCCL can't carry weights between these devices, the trainer's and each replica's (UUIDs; none on a CPU); None if it
     can.

@@ -1,9 +1,9 @@
 """The trainer's end of a refit: announce an epoch, gather its members, broadcast the weights, wait for the proofs, end the epoch.
 
-The sender never waits for a replica past a deadline. A replica that does not acknowledge is left out. If one dies during the transfer,
-another attempt is made without it. If living members can't be reached, another attempt is made by another backend (`backends`). Every live
-replica that the buffer doesn't know to hold the version takes part; the others don't notice. So a replica that joins late costs one model
-for itself, whatever the size of the fleet.
+The sender never waits for a replica past a deadline. A replica that does not acknowledge is left out. If one dies during the transfer, or
+holds it up beyond its deadline, another attempt is made without it. If living members can't be reached, another attempt is made by another
+backend (`backends`). Every live replica that the buffer doesn't know to hold the version takes part; the others don't notice. So a replica
+that joins late costs one model for itself, whatever the size of the fleet.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from headrace.base.errors import (
     ServiceError,
     WeightChannelAborted,
     WeightChannelError,
+    WeightChannelTimeout,
     WrongTimeline,
 )
 from headrace.config import Config
+from headrace.net import tracing
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
 from headrace_services.refit import membership, nccl
@@ -88,21 +90,24 @@ class RefitReport:
 class _AttemptOutcome(enum.Enum):
     """The outcome of one attempt.
 
-    SETTLED: every member has verified, refused, died or run out of time. INTERRUPTED: the transfer did not reach all members, through no
-    fault of theirs, so another attempt is worthwhile. NO_MEMBERS: no live replica came.
+    SETTLED: every member has verified, refused, died or run out of time. INTERRUPTED: the transfer did not reach all members, but another
+    attempt may reach those that were not at fault. TOO_SLOW: it did not end in time, and another attempt would not either. NO_MEMBERS: no
+    live replica came.
     """
 
     SETTLED = enum.auto()
     INTERRUPTED = enum.auto()
+    TOO_SLOW = enum.auto()
     NO_MEMBERS = enum.auto()
 
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share. The last five fields grow from attempt to attempt.
+    """The state that the attempts at one refit share. The last six fields grow from attempt to attempt.
 
-    `silent` are members that did not report within the deadline whether they had completed it. `source` is `whole` or the `adapter`, as the
-    members of the attempt need it, and `manifest` is of that.
+    `silent` are members that did not report within the deadline whether they had completed it. `late` are those that seem to have held up a
+    transfer that did not end in time, and take no further part. `source` is `whole` or the `adapter`, as the members of the attempt need
+    it, and `manifest` is of that.
     """
 
     version: int
@@ -120,6 +125,7 @@ class _Refit:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
     silent: set[str] = dataclasses.field(default_factory=set)
+    late: set[str] = dataclasses.field(default_factory=set)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[float]:
@@ -200,8 +206,11 @@ class WeightSender:
         refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds, states)
         already_given_up = len(self._backends.given_up)
         for attempt in itertools.count(1):
+            began_ns = time.time_ns()
             epoch, outcome = await self._attempt(refit)
-            changes = len(self._backends.given_up) - already_given_up  # a backend that was given up is no lost member
+            self._trace(epoch, outcome, began_ns, refit.manifest.nbytes)
+            # neither a backend that was given up nor a member that is left out is a lost member
+            changes = len(self._backends.given_up) - already_given_up + bool(refit.late)
             if outcome is not _AttemptOutcome.INTERRUPTED or attempt > self._config.max_retries + changes:
                 break
             logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
@@ -210,12 +219,27 @@ class WeightSender:
             members=tuple(sorted(refit.verified.union(epoch.members))),
             verified=tuple(sorted(refit.verified)),
             refused=refit.refused,
-            failed=frozenset(refit.excluded | refit.silent),
+            # who was late is slower than others only if these completed it
+            failed=frozenset(refit.excluded | refit.silent | (refit.late if refit.verified else set())),
             seconds=refit.seconds,
             nbytes=refit.manifest.nbytes,
             attempts=attempt,
             given_up=tuple(self._backends.given_up),
         )
+
+    def _trace(self, epoch: Epoch, outcome: _AttemptOutcome, began_ns: int, nbytes: int) -> None:
+        """Export the span of an epoch, in which its members receive the weights."""
+        attributes = tracing.named(
+            version=epoch.version,
+            timeline=epoch.timeline,
+            outcome=outcome.name.lower(),
+            members=epoch.members,
+            verified=epoch.verified,
+            refused=sorted(epoch.refused),
+            bytes=nbytes,
+        )
+        at = tracing.epoch_span(self._replay.run_id, epoch.timeline, epoch.version, epoch.id)
+        tracing.emit(tracing.EndedSpan("epoch", at, tracing.current().id, began_ns, time.time_ns(), attributes))
 
     async def aclose(self) -> None:
         self._close_channel()
@@ -239,14 +263,26 @@ class WeightSender:
                 epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *refit.tolerance
             )
         failure = await self._transfer(epoch, rendezvous, refit)
-        outcome = _AttemptOutcome.INTERRUPTED if failure is not None else await self._await_proofs(epoch, refit)
+        late: dict[str, str] = {}
+        if failure is None:
+            outcome = await self._await_proofs(epoch, refit)
+        else:
+            outcome, late = await self._judge_failure(failure, epoch, rendezvous, refit)
         with _server_lost(epoch.id):
-            ended = await self._replay.end_epoch(epoch.id, aborted=outcome is _AttemptOutcome.INTERRUPTED)
-        self._note_outcome(ended, rendezvous, outcome, failure)
+            ended = await self._replay.end_epoch(
+                epoch.id, aborted=failure is not None or outcome is _AttemptOutcome.INTERRUPTED
+            )
+        self._note_outcome(
+            ended, rendezvous, failure, is_explained=outcome is not _AttemptOutcome.INTERRUPTED or bool(late)
+        )
         if adapter is None:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.verified.update(ended.verified)
         refit.refused.update(ended.refused)
+        if outcome is _AttemptOutcome.TOO_SLOW:
+            refit.refused.update(dict.fromkeys(set(ended.members) - set(ended.verified), str(failure)))
+        refit.refused.update(late)
+        refit.late.update(late)
         refit.excluded |= membership.at_fault(ended)
         if outcome is _AttemptOutcome.SETTLED:
             refit.silent |= membership.find_unsettled(ended, await self._replay.replicas())
@@ -276,10 +312,11 @@ class WeightSender:
 
     async def _announce(self, refit: _Refit) -> Epoch:
         """Open an epoch and gather its members: wait until every live replica has acknowledged it, or the deadline has passed."""
-        announcement = Announcement(tuple(sorted(refit.excluded))).encode()
+        excluded = refit.excluded | refit.late
+        announcement = Announcement(tuple(sorted(excluded))).encode()
         with refit.timed("acknowledge") as started:
             epoch = await self._replay.open_epoch(secrets.token_hex(8), refit.version, refit.timeline, announcement)
-            while membership.find_awaited(epoch, await self._replay.replicas(), refit.excluded):
+            while membership.find_awaited(epoch, await self._replay.replicas(), excluded):
                 left = started + self._config.timeout_s - time.monotonic()
                 if left <= 0:
                     break
@@ -328,22 +365,55 @@ class WeightSender:
         self._said = how
 
     def _note_outcome(
-        self, ended: Epoch, rendezvous: Rendezvous, outcome: _AttemptOutcome, failure: str | None
+        self, ended: Epoch, rendezvous: Rendezvous, failure: WeightChannelError | None, *, is_explained: bool
     ) -> None:
-        """Note what became of an attempt's backend. `failure` is why the weights were not sent; None if they were."""
-        channel, group = self._newest, rendezvous.derive_group(ended.members)
-        if outcome is not _AttemptOutcome.INTERRUPTED:
+        """Note what became of an attempt's backend. `failure` is why the weights were not sent; None if they were. `is_explained`: if the
+        weights did not reach all, it is known why."""
+        channel = self._channel_of(ended, rendezvous)
+        if is_explained:
             if ended.verified:
                 self._backends.note_success(rendezvous.backend)
         elif membership.at_fault(ended):
             return  # the backend is not the cause
-        elif channel is not None and channel.membership.group_id == group and channel.gathered:
+        elif channel is not None and channel.gathered:
             said = [ended.refused[member] for member in ended.interrupted if member in ended.refused]
-            reasons = dict.fromkeys([*([failure] if failure else []), *said])
+            reasons = dict.fromkeys([*([str(failure)] if failure else []), *said])
             missed = set(ended.members).difference(ended.verified)  # the others won't be asked again
             self._backends.note_failure(rendezvous.backend, missed, "; ".join(reasons), formed=channel.formed)
 
-    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> str | None:
+    def _channel_of(self, epoch: Epoch, rendezvous: Rendezvous) -> Channel | None:
+        """Return the channel to the group of an attempt, or None if the attempt got none."""
+        channel, group = self._newest, rendezvous.derive_group(epoch.members)
+        return channel if channel is not None and channel.membership.group_id == group else None
+
+    async def _judge_failure(
+        self, failure: WeightChannelError, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit
+    ) -> tuple[_AttemptOutcome, dict[str, str]]:
+        """Return the outcome of an attempt whose weights were not sent, and the members that held it up beyond its deadline, with the
+        reason."""
+        channel = self._channel_of(epoch, rendezvous)
+        if not isinstance(failure, WeightChannelTimeout) or channel is None or not channel.formed:
+            return _AttemptOutcome.INTERRUPTED, {}
+        try:
+            received = await asyncio.to_thread(channel.received)
+        except WeightChannelError as error:  # another process has written there; the next group has another secret
+            logger.warning("what each member has received can't be told: %s", error)
+            return _AttemptOutcome.INTERRUPTED, {}
+        ranks = {}
+        for member in epoch.members:
+            first = rendezvous.first_rank(member, epoch.members)
+            ranks[member] = range(first, first + rendezvous.workers)
+        late = {} if refit.late else membership.find_late(received, ranks)
+        if late or self._backends.may_be_cause(rendezvous.backend, formed=True):
+            whole = len(refit.manifest.buckets()) + 1  # the checksums come last
+            return _AttemptOutcome.INTERRUPTED, {
+                member: f"it had {count} of {whole} parts of the weights after {self._config.timeout_s:g} s, and others had more: it "
+                "hangs, or the network is slow; then raise weight_channel.timeout_s"
+                for member, count in late.items()
+            }
+        return _AttemptOutcome.TOO_SLOW, {}
+
+    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> WeightChannelError | None:
         """Broadcast on a thread while watching the members. Return why not all were reached, with the channel closed; None if they
         were."""
         with refit.timed("transfer"):
@@ -361,7 +431,7 @@ class WeightSender:
             except WeightChannelError as error:
                 logger.warning("the transfer of version %d failed: %s", refit.version, error)
                 self._close_channel()
-                return str(error)
+                return error
             except BaseException:
                 # the thread must end before the next attempt opens its own channel: there can be only one
                 while not broadcast.done():

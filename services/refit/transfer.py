@@ -35,6 +35,7 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
     a failure: producing a tensor may be a collective of the trainer's ranks, and a rank that stopped half-way would leave the others
     waiting. Raises `WeightChannelError`, and `ValueError` if `source` does not yield what the manifest announces.
     """
+    channel.begin_transfer()
     stream = iter(source)
     try:
         with channel.closing_on_failure():
@@ -79,13 +80,16 @@ def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[l
     Raises `WeightChannelError`, at the end also if a tensor differs from the one that was sent.
     """
     device = channel.membership.device
+    channel.begin_transfer()
     plan = manifest.buckets()
     mine, theirs = (torch.empty(len(manifest.names), dtype=torch.int64, device=device) for _ in range(2))
     flats = channel.buffers([bucket.nbytes for bucket in plan])
     places = mine.split([len(bucket.tensors) for bucket in plan])
     channel.broadcast(flats[0], deadline)
+    channel.report_received(1)
     with ThreadPoolExecutor(1, "weight-channel-sums") as beside:
-        for bucket, flat, sums, coming in zip(plan, flats, places, [*flats[1:], theirs], strict=True):
+        coming_next = enumerate([*flats[1:], theirs], start=2)
+        for bucket, flat, sums, (number, coming) in zip(plan, flats, places, coming_next, strict=True):
             with channel.broadcasting(coming, deadline):
                 values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
                 summed = beside.submit(_sum, values, sums, torch.cuda.current_stream(device) if flat.is_cuda else None)
@@ -94,6 +98,7 @@ def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[l
                     for spec, value, known in zip(bucket.tensors, values, sums, strict=True)
                 ]
                 summed.result()
+            channel.report_received(number)
     if torn := [name for name, same in zip(manifest.names, (mine == theirs).tolist(), strict=True) if not same]:
         raise WeightChannelError(
             f"{len(torn)} tensors arrived with bytes that differ from those sent, the first is {torn[0]}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -31,18 +33,40 @@ _SECTION = "policy.generation.vllm_cfg"
 _UNRENDERABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TemplateError)
 
 
-def check_parser_names(config: Config) -> None:
-    """Raise `ServiceError` for a parser that vLLM does not have. vLLM must be imported by then."""
+def register_parsers(config: Config) -> None:
+    """Load the run's own parsers into vLLM. Raises `ServiceError` for a file that can't be loaded, and for a parser that vLLM does not have
+    even so. vLLM must be imported by then."""
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
     vllm_cfg = config.policy.generation.vllm_cfg
+    for key, plugin in (
+        ("tool_parser_plugin", vllm_cfg.tool_parser_plugin),
+        ("reasoning_parser_plugin", vllm_cfg.reasoning_parser_plugin),
+    ):
+        if plugin is not None:
+            _load_plugin(key, plugin)
     for key, name, known in (
         ("tool_parser", vllm_cfg.tool_parser, ToolParserManager.list_registered()),
         ("reasoning_parser", vllm_cfg.reasoning_parser, ReasoningParserManager.list_registered()),
     ):
         if problem := unknown_name(name, known):
             raise ServiceError(f"{_SECTION}.{key}: {problem}")
+
+
+def _load_plugin(key: str, plugin: str) -> None:
+    """Import a file, or an installed module. vLLM's own function for it only logs what is wrong."""
+    from vllm.utils.import_utils import import_from_path
+
+    try:
+        if plugin.endswith(".py"):
+            import_from_path(Path(plugin).stem, plugin)
+        else:
+            importlib.import_module(plugin)
+    except Exception as error:  # whatever it raises
+        raise ServiceError(
+            f"{_SECTION}.{key} {plugin}: it can't be loaded ({error!r}); correct it, or leave it out and choose a parser of vLLM's"
+        ) from error
 
 
 def unknown_name(name: str | None, known: Iterable[str]) -> str | None:
@@ -80,7 +104,7 @@ class ChatFormat:
         self._vllm_cfg = vllm_cfg = config.policy.generation.vllm_cfg
         # the same arguments as for vLLM's chat endpoint
         self.template: dict[str, Any] = {
-            "chat_template": None,
+            "chat_template": config.policy.tokenizer.chat_template,
             "chat_template_content_format": "auto",
             "default_chat_template_kwargs": config.policy.tokenizer.chat_template_kwargs,
         }

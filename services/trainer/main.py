@@ -86,7 +86,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
             access = HttpAccess.of(config, config.trainer.host)
             stack.enter_context(gauges.registered())
-            app = build_app(config, readiness, ranks.progress, problems)
+            app = build_app(config, readiness, ranks.progress)
             await stack.enter_async_context(serve_http(app, sock, access))
             scheme = "http" if access.certificate is None else "https"
             log.info("%s://%s:%d", scheme, *sock.getsockname()[:2])

@@ -132,7 +132,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
         key, name = config.tokenizer
         warnings.append(
             f"the chat template of {name} ({key}) adds nothing where the answer is to begin (add_generation_prompt), so the policy may "
-            "continue the question; give a template that does, in policy.tokenizer.chat_template_kwargs or the tokenizer's files"
+            "continue the question; give a template that does (policy.tokenizer.chat_template)"
         )
     remedy = "choose another model (policy.model_name), or other data"
     if unknown_tokens:

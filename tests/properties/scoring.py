@@ -286,9 +286,10 @@ class Scoring(Core):
             self.void(held, index, alone=True)
             return None
         self._first_failure(environment, piece, score, beside)
-        if environment.broken is not None:
+        broken = environment.broken is not None
+        if broken and not (suspect and self._is_left_with_killers(job.group.env_name)):
             self.void(held, index, alone=suspect)
-        elif self._judge(held, index, score):
+        elif not broken and self._judge(held, index, score):
             self._break(job.group.env_name, "FAILING")
             self.void(held, index, alone=suspect)
         elif self._used_up(environment, piece, score):
@@ -297,6 +298,17 @@ class Scoring(Core):
             delay = pause(f"{held.id}:{index}", piece.attempts)
             piece.token, piece.since, piece.alone = None, self.now + delay, suspect or piece.alone
         return None
+
+    def _is_left_with_killers(self, name: str) -> bool:
+        """Nothing will be sent to the environment but what killed it, of which one is with it."""
+        coming = [
+            held
+            for held in self.groups.values()
+            if held.state == "open"
+            or (held.state == "queued" and (held.lane != "train" or held.passed or held.group.env_name == name))
+        ]
+        others = [piece for piece in self.waiting(name).values() if not piece.alone]
+        return self.closed and not coming and not self.wanted and not others and len(self.taken(name)) == 1
 
     def _first_failure(self, environment: EnvironmentModel, piece: Piece, score: Score, beside: int | None) -> None:
         """The first INVALID begins anew, and so does what failed before the environment was repaired."""

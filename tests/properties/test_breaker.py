@@ -206,6 +206,65 @@ async def test_the_end_of_the_run_waits_for_a_broken_environment(world: World) -
     assert isinstance(await world.call("reserve", 0, world.model.timeline), End)
 
 
+async def kill(world: World, most: int) -> list[ScoringJob]:
+    """The environment's process dies of what is taken, again and again; at most so often. What it last took."""
+    jobs: list[ScoringJob] = []
+    for _ in range(most):
+        await wait(world, 15_000)
+        if not (found := await take(world)):
+            return jobs
+        jobs = found
+        await say(world, jobs, "INTERRUPTED")
+    raise AssertionError(f"it still kills the environment after {most} times")
+
+
+async def test_what_alone_is_left_and_kills_the_environment_ends_failed(world: World) -> None:
+    await generate(world, ["math"])
+    await world.call("close", world.model.timeline)
+    await kill(world, 12)
+    assert world.model.count("train") == {"failed": 1}
+    (reason,) = await world.client.failures()
+    for token in ("INTERRUPTED", "alone", "no other trajectory"):
+        assert token in reason
+    assert isinstance(await world.call("reserve", 0, world.model.timeline), End)
+
+
+async def test_prompts_of_others_that_have_no_room_show_nothing(world: World) -> None:
+    """The trainer waits for the first in order, and admission for the trainer."""
+    await generate(world, ["math", *["code"] * 7])
+    await world.call("close", world.model.timeline)
+    await say(world, await take(world, name="code"), "SCORED")
+    assert world.model.count("train") == {"scoring": 1, "ready": 3, "queued": 4}
+    assert isinstance(await world.call("reserve", 0, world.model.timeline), Waiting)
+    await kill(world, 12)
+    assert world.model.count("train") == {"failed": 1, "ready": 3, "queued": 4}
+    assert not isinstance(await world.call("reserve", 0, world.model.timeline), (Waiting, End))
+
+
+async def test_what_kills_the_environment_waits_while_another_may_come(world: World) -> None:
+    """It may be the environment that dies of everything: then its fault costs no prompt."""
+    await generate(world, ["math"])
+    with pytest.raises(AssertionError, match="still kills"):
+        await kill(world, 12)
+    assert world.model.count("train") == {"scoring": 1}
+    await world.call("close", world.model.timeline)
+    await wait(world, 15_000)
+    while jobs := await take(world):  # it was repaired
+        await say(world, jobs, "SCORED")
+    assert world.model.count("train") == {"ready": 1}
+
+
+async def test_a_suspect_that_does_not_kill_alone_is_scored_at_the_end(world: World) -> None:
+    await generate(world, ["math"] * 2)
+    await world.call("close", world.model.timeline)
+    while "scoring" in world.model.count("train"):
+        await wait(world, 15_000)
+        jobs = await take(world)
+        kills = len(jobs) > 1 or any(job.group.order == 0 for job in jobs)
+        await say(world, jobs, "INTERRUPTED" if kills else "SCORED")
+    assert world.model.count("train") == {"ready": 1, "failed": 1}
+
+
 async def test_three_calls_not_begun_open_the_breaker_and_one_closes_it(world: World) -> None:
     await generate(world, ["math"] * 4)
     for _ in range(3):

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import HeadraceError
+from headrace.records.group_event import GroupEvent
 from headrace.replay import Ended, EnvironmentState, Epoch, Lease, Limits, ReplayClient, Reservation, RunState
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
-from headrace.replay.history import HistoryRow, expand_entry
-from headrace.run.group_history import ENDS, Record, apply_to_run
+from headrace.replay.history import expand_entry
+from headrace.run.group_record import ENDS, Record, apply_to_run
 from tests.properties.clock import CLOCK, MEMORY, START_MS
 from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
@@ -291,7 +292,7 @@ class World:
             for state in ENDS:
                 assert told_counts[state] == model.count("train").get(state, 0), state
 
-    def _hear(self, row: HistoryRow) -> None:
+    def _hear(self, row: GroupEvent) -> None:
         if row.group is None:
             apply_to_run(self.told.values(), row)
             return

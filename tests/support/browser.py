@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Literal
 
-from playwright.sync_api import Browser, Dialog, Page, StorageState, expect, sync_playwright
+from playwright.sync_api import Browser, Dialog, Locator, Page, StorageState, expect, sync_playwright
 
 Theme = Literal["light", "dark"]
 WIDE, NARROW = 1600, 390  # pixels
@@ -45,6 +45,20 @@ def page_of(*arguments: object) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+class Person:
+    """Somebody who begins at the list of runs, and goes on by clicks alone, of which they take at most `patience`."""
+
+    def __init__(self, window: Window, patience: int) -> None:
+        self.window, self.page, self._patience = window, window.open("/"), patience
+
+    def click(self, *place: Locator) -> None:
+        for each in place:
+            assert self._patience > 0, f"one click too many: {each}"
+            self._patience -= 1
+            each.click()
+            self.window.settle()
 
 
 class Window:

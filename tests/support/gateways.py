@@ -42,7 +42,7 @@ def lease(n: int = 1) -> Lease:
         env_name="talk",
         messages=({"role": "user", "content": "hi"},),
         prompt_token_ids=np.asarray([1], np.int32),
-        sampling=Sampling(temperature=1.0, max_new_tokens=64, stop_token_ids=(END,)),
+        sampling=Sampling(temperature=1.0, max_new_tokens=64, stop_token_ids=(END,), bad_words=("@",)),
     )
     return Lease(group, "token", 0, 0, 3, TIMELINE, "incarnation", 60.0, n, tuple(range(n)))
 

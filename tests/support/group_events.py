@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from headrace.records.group_event import GroupEvent
 from headrace.records.trajectory import Lane
-from headrace.replay.history import HistoryRow
 from headrace.run.group_files import write_file
 from headrace_services.trainer.control.history_writer import to_columns
 from headrace_services.trainer.data import Problem
@@ -21,10 +21,10 @@ class Sums:
         return Problem(order, messages, info, "math", "addition", row=("/data/sums.jsonl", order + 1)), 0
 
 
-def events(*told: tuple[str, str | None, dict[str, object]], start: int = 1_000, step: int = 1) -> list[HistoryRow]:
+def events(*told: tuple[str, str | None, dict[str, object]], start: int = 1_000, step: int = 1) -> list[GroupEvent]:
     """Events in their order, a millisecond apart: what, group and fields of each."""
     return [
-        HistoryRow(f"{start + i * step}-0", 0, what, group, **fields)  # type: ignore[arg-type]
+        GroupEvent(f"{start + i * step}-0", 0, what, group, **fields)  # type: ignore[arg-type]
         for i, (what, group, fields) in enumerate(told)
     ]
 
@@ -44,5 +44,5 @@ def life(
     return told + [(what, group, fields) for what, fields in end]
 
 
-def write(folder: Path, rows: Iterable[HistoryRow]) -> Path:
+def write(folder: Path, rows: Iterable[GroupEvent]) -> Path:
     return write_file(folder, to_columns(list(rows), Sums()))

@@ -115,8 +115,8 @@ def talking_trainer(config: Config) -> None:
     asyncio.run(train())
 
 
-def paged_trainer(config: Config) -> None:
-    """Shows the trainer's pages, and trains nothing."""
+def served_trainer(config: Config) -> None:
+    """Serves the trainer's HTTP port, and trains nothing."""
     from headrace_services.trainer.distributed.liveness import Progress
     from headrace_services.trainer.telemetry.http import build_app
 
@@ -211,3 +211,20 @@ async def _generate(config: Config) -> None:
             with contextlib.suppress(asyncio.CancelledError, ReplayUnavailable):
                 await running
         await replay.deregister(replica.id)
+
+
+def recording_trainer(config: Config) -> None:
+    """Leaves behind what six steps record, and trains nothing."""
+    import shutil
+    import tempfile
+
+    from tests.support.page_runs import recorded_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = recorded_run(Path(folder))
+        for name in ("metrics.jsonl", "logs", "groups", "checkpoints"):
+            place = config.run_folder / name
+            if (recorded / name).is_dir():
+                shutil.copytree(recorded / name, place, dirs_exist_ok=True)
+            else:
+                shutil.copy(recorded / name, place)

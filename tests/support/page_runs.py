@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from headrace.run.history import RECORD, RunRecord
 from headrace.run.journal import JOURNAL
 from headrace.run.lineage import Header
 from headrace.run.samples import SampleFiles
+from headrace.run.start import START as START_RECORD
+from headrace.run.start import Changed, StartRecord
 
 START = 1_764_000_000.0
+STEP_S = 2.0  # of a long run
 STEPS, PROMPTS, SAMPLES = 6, 2, 3
 CONFIG = """
 run: {{id: {id}, dir: elsewhere}}
@@ -75,6 +78,23 @@ def recorded_run(parent: Path, name: str = "adder", *, text: str = "1+1", groups
     return folder
 
 
+def with_steps(run: Path, steps: Iterable[Mapping[str, float]]) -> Path:
+    """Give a run another journal: steps of ten seconds with these metrics."""
+    lines = (
+        _line("train", step, START + 10.0 * (step + 1), {"timing/train/total_step_time": 10.0, **metrics})
+        for step, metrics in enumerate(steps)
+    )
+    (run / JOURNAL).write_text("".join(f"{line}\n" for line in lines))
+    return run
+
+
+def started_with(run: Path, *changes: tuple[float, Sequence[str]]) -> None:
+    """Record that starts of a run, so many seconds after its first, changed these keys."""
+    found = tuple(Changed(START + seconds, tuple(keys)) for seconds, keys in changes)
+    record = StartRecord(START, "headrace up run.yaml", {}, None, {}, changes=found)
+    (run / START_RECORD).write_bytes(msgspec.json.encode(record))
+
+
 def long_run(parent: Path, name: str, steps: int, metrics: int) -> Path:
     """A run with a journal of so many steps and metrics."""
     folder, chance = parent / name, random.Random(0)
@@ -84,8 +104,12 @@ def long_run(parent: Path, name: str, steps: int, metrics: int) -> Path:
     with (folder / JOURNAL).open("w") as file:
         for step in range(steps):
             values = {metric: chance.random() for metric in names}
-            values |= {"reward": step / steps, "timing/train/total_step_time": 2.0, "timing/train/policy_training": 1.0}
-            file.write(_line("train", step, START + 2.0 * step, values) + "\n")
+            values |= {
+                "reward": step / steps,
+                "timing/train/total_step_time": STEP_S,
+                "timing/train/policy_training": 1.0,
+            }
+            file.write(_line("train", step, START + STEP_S * (step + 1), values) + "\n")
     return folder
 
 
@@ -143,6 +167,7 @@ def _sample(group: str, index: int, step: int, text: str) -> dict[str, Any]:
         "token_ids": [5, 6],
         "generation_logprobs": [-0.5, None],
         "advantages": [0.25, None],
+        "token_losses": [-0.00025, 0.00075],
         "step": step,
         "metadata": {"judge": text},
         **(_episode(text) if index == 1 else {}),
@@ -196,6 +221,7 @@ def _history(folder: Path, text: str) -> None:
         for index in range(len(rewards)):
             about = {"index": index, "attempt": 1, "tokens": 2, "oldest": version, "newest": version}
             add(seconds + 2 + index / 10, group, "pushed", **about)
+        add(seconds + 2.5, group, "scoring")
         for index, reward in enumerate(rewards):
             add(seconds + 3 + index / 10, group, "scored", index=index, attempt=1, reward=reward, build="new")
 

@@ -18,7 +18,7 @@ from benchmarks.light_replica import LightReplica
 from headrace.base.errors import Fenced, InvalidCall
 from headrace.records.score import Score
 from headrace.records.trajectory import Float32, Int32, Trajectory
-from headrace.replay import Lease, ReplayClient
+from headrace.replay import Epoch, Lease, ReplayClient
 
 
 class SmallReplica(LightReplica):
@@ -40,6 +40,16 @@ class SmallReplica(LightReplica):
     ) -> None:
         super().__init__(replay, model, most=most)
         self._faulty, self._off, self._mute, self._doomed, self._poison = faulty, off, mute, doomed, poison
+
+    async def _take_part(self, epoch: Epoch) -> None:
+        beating = asyncio.create_task(self._beat())
+        await super()._take_part(epoch)
+        beating.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            await self._replay.heartbeat(self.id, [])
 
     def _prove(self, probe: Int32) -> Float32:
         return super()._prove(probe) - np.float32(self._faulty)

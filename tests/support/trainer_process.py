@@ -15,7 +15,8 @@ import pytest
 from headrace.config import Config
 from headrace.replay import ReplayClient
 from headrace.run.group_files import FOLDER as GROUPS
-from headrace.run.group_history import GroupHistory, GroupQuery
+from headrace.run.group_history import GroupHistory
+from headrace.run.group_query import GroupQuery
 from headrace.run.journal import Journal, Line, surviving
 from headrace.run.lineage import FOLDER, LineageFiles, find_timeline
 from headrace.run.samples import SampleFiles

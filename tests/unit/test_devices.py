@@ -167,6 +167,28 @@ def test_a_gpu_that_is_lost_is_named_by_its_number(find: Find) -> None:
     assert "GPU 1 " in said
 
 
+@pytest.mark.parametrize("names", ["0,2", "GPU-c,GPU-a", "", "-1"])
+def test_a_lost_gpu_that_is_left_out_troubles_nobody(find: Find, names: str) -> None:
+    found = find("GPU-a GPU-lost GPU-c", CUDA_VISIBLE_DEVICES=names)
+    assert len(found["devices"]) == (2 if len(names) > 2 else 0)
+
+
+@pytest.mark.parametrize("names", ["1", "0,1", "GPU-a,GPU-lost"])
+def test_a_lost_gpu_that_is_asked_for_is_an_error(find: Find, names: str) -> None:
+    """Its UUID can't be read, so it may be any that is not there."""
+    said = find("GPU-a GPU-lost GPU-c", CUDA_VISIBLE_DEVICES=names)
+    assert said.startswith("UnusableGPU")
+    assert "GPU 1 " in said
+    assert "CUDA_VISIBLE_DEVICES=GPU-a,GPU-c" in said
+
+
+def test_all_gpus_lost_is_an_error_that_names_each(find: Find) -> None:
+    said = find("GPU-lost-a GPU-lost-b")
+    assert said.startswith("UnusableGPU")
+    for token in ("GPU 0 ", "GPU 1 "):
+        assert token in said
+
+
 def test_devices_on_which_nothing_runs_come_first() -> None:
     gib = 1024**3
     used = {"0": 60, "1": 1, "2": 3, "3": 0}

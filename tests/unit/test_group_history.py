@@ -6,15 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.replay.history import HistoryRow
-from headrace.run import group_files
+from headrace.records.group_event import GroupEvent
+from headrace.run import group_files, group_index
 from headrace.run.group_files import list_files, merge_files
-from headrace.run.group_history import INDEX, DataRow, GroupHistory, GroupQuery, Record, parse_row
+from headrace.run.group_history import INDEX, GroupHistory
+from headrace.run.group_query import DataRow, GroupQuery, parse_row
+from headrace.run.group_record import Record
 from tests.support.group_events import events, life, write
 
 TRAINED = ("ready", {}), ("reserved", {"step": 5, "timeline": "t1"}), ("trained", {"step": 5, "timeline": "t1"})
@@ -191,6 +194,47 @@ def test_merged_files_have_every_event(folder: Path) -> None:
     assert history.states() == {"trained": group_files.MERGED + 1}
 
 
+def test_a_file_of_many_groups_is_taken_in_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [life(f"g{order}", order, *TRAINED) for order in range(3)]
+    write(folder, events(*[event for side_by_side in zip(*told, strict=True) for event in side_by_side]))
+    known = GroupHistory(folder).find(GroupQuery())
+    assert known[0] == 3
+    (folder / INDEX).unlink()
+    monkeypatch.setattr(group_index, "_AT_ONCE", 2)
+    assert GroupHistory(folder).find(GroupQuery()) == known
+
+
+def test_a_file_that_was_merged_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history, read = GroupHistory(folder), list[str]()
+    monkeypatch.setattr(group_files, "_AT_ONCE", 8)
+    known = group_index.iterate_events
+
+    def counting(path: Path, fields: list[str]) -> Iterator[GroupEvent]:
+        for event in known(path, fields):
+            read.append(event.id)
+            yield event
+
+    monkeypatch.setattr(group_index, "iterate_events", counting)
+    many(folder, group_files.MERGED)
+    assert history.states() == {"trained": group_files.MERGED}
+    whole = len(read)
+    assert merge_files(folder) is not None
+    assert history.states() == {"trained": group_files.MERGED}
+    assert len(read) == whole + 1
+
+
+def test_what_a_damaged_file_lacked_is_found_once_it_is_merged(folder: Path) -> None:
+    history = GroupHistory(folder)
+    many(folder, group_files.MERGED)
+    path = list_files(folder)[5].path
+    good = path.read_bytes()
+    path.write_bytes(b"half")
+    assert history.states() == {"trained": group_files.MERGED - 1}
+    path.write_bytes(good)
+    assert merge_files(folder) is not None
+    assert history.states() == {"trained": group_files.MERGED}
+
+
 def test_a_kill_while_files_are_merged_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many(folder, group_files.MERGED)
     deleted: list[Path] = []
@@ -254,7 +298,7 @@ def test_an_index_that_is_no_database_is_built_anew(folder: Path) -> None:
 def test_an_index_of_another_schema_is_built_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many(folder, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.run.group_history._SCHEMA", 0)
+        patch.setattr("headrace.run.group_index._SCHEMA", 0)
         assert GroupHistory(folder).states() == {"trained": 2}
     assert GroupHistory(folder).states() == {"trained": 2}
 
@@ -270,7 +314,7 @@ def test_the_index_of_a_folder_that_cant_be_written_is_in_the_cache(
 
 
 def test_without_trigrams_texts_are_searched_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.run.group_history._FULL_TEXT", "CREATE VIRTUAL TABLE found USING nothing (x);")
+    monkeypatch.setattr("headrace.run.group_index._FULL_TEXT", "CREATE VIRTUAL TABLE found USING nothing (x);")
     many(folder, 3)
     assert ids(GroupHistory(folder), text="IS 1+1") == ["g1"]
 
@@ -294,9 +338,9 @@ def test_a_row_is_a_file_and_a_line() -> None:
 def test_what_a_restored_checkpoint_was_trained_on_is_trained(version: int, state: str) -> None:
     record = Record("e0-train-0")
     for event in (
-        HistoryRow("1-0", 0, "enqueued", record.id, lane="train", order=0, n=1),
-        HistoryRow("2-0", 0, "reserved", record.id, step=1, timeline="a"),
-        HistoryRow("3-0", 0, "restored", version=version),
+        GroupEvent("1-0", 0, "enqueued", record.id, lane="train", order=0, n=1),
+        GroupEvent("2-0", 0, "reserved", record.id, step=1, timeline="a"),
+        GroupEvent("3-0", 0, "restored", version=version),
     ):
         record.apply(event)
     assert record.state == state

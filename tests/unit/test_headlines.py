@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.run.headlines import accuracy_name, alarms, build_changes, seconds_per_step
+from headrace.run.headlines import accuracy_name, alarms, build_changes, seconds_left, seconds_per_step
 
 TOTAL = "timing/train/total_step_time"
 
@@ -50,3 +50,11 @@ def test_a_build_is_new_in_the_first_step_that_has_groups_of_it() -> None:
         (3, "step 3: environment math scores with build unnamed, after m"),
         (4, "step 4: environment exact scores with build a, after b"),
     ]
+
+
+def test_the_time_left_is_that_of_the_newest_steps() -> None:
+    steps = [{TOTAL: 100.0}] * 20 + [{TOTAL: 2.0}] * 10
+    assert seconds_left(steps, 5) == 10.0
+    assert seconds_left(steps, 0) is None
+    assert seconds_left([], 5) is None
+    assert seconds_left([{"reward": 1.0}], 5) is None

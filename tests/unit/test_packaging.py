@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +29,9 @@ print(list(services.__path__)[0], headrace_services.__file__)
 def sources() -> list[str]:
     """What the wheel is built from: all that lies here, whether git knows it or not, without what Python compiled of it."""
     named = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-    found = (path for folder in ("headrace", "services") for path in (ROOT / folder).rglob("*") if path.is_file())
+    found = (
+        path for folder in ("headrace", "services", "examples") for path in (ROOT / folder).rglob("*") if path.is_file()
+    )
     return [*named, *(str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts)]
 
 
@@ -63,8 +64,13 @@ def installed_files(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_the_wheel_installs_two_packages_and_none_is_called_services(wheel: Path) -> None:
-    assert {name.partition("/")[0] for name in installed_files(wheel)} == {"headrace", "headrace_services"}
+def test_the_wheel_installs_its_packages_and_none_is_called_services(wheel: Path) -> None:
+    packages = {name.partition("/")[0] for name in installed_files(wheel)}
+    assert packages == {"headrace", "headrace_examples", "headrace_services"}
+
+
+def test_the_wheel_has_every_example(wheel: Path, sources: list[str]) -> None:
+    assert {f"headrace_{name}" for name in sources if name.startswith("examples/")} <= installed_files(wheel)
 
 
 def test_the_wheel_has_every_module_and_every_file_that_they_read(wheel: Path, sources: list[str]) -> None:
@@ -185,12 +191,14 @@ def requires(package: str) -> list[str]:
 
 # What only some of a service's environments or trackers need: the extras that may bring it besides the service's own.
 BESIDES = {
+    "headrace.net.tracing": ("tracing",),
     "headrace_services.reward.model_process": ("reward-model",),
     "headrace_services.trainer.telemetry.trackers": ("mlflow", "wandb"),
 }
 OURS = {"", "headrace", "headrace_services", *sys.stdlib_module_names}
-# It runs in another Python, which requirements/verifiers.txt is for.
-ELSEWHERE = {"headrace.env.verifiers.verifiers_worker"}
+# The first runs in another Python, which requirements/verifiers.txt is for. The second is `headrace.Run`, which nothing here uses; it asks
+# for what a notebook has.
+ELSEWHERE = {"headrace.env.verifiers.verifiers_worker", "headrace.api.run"}
 
 
 def of_types_alone(node: ast.AST) -> bool:
@@ -225,10 +233,15 @@ def imported(in_functions: bool) -> dict[str, set[str]]:
     return found
 
 
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Those that bring each package. All that are installed are read, which takes a second."""
+    return metadata.packages_distributions()
+
+
 def undeclared(modules: set[str], extras: tuple[str, ...], in_functions: bool) -> set[str]:
     """The imports of these modules of ours, and of those that they import, that neither the base package nor the extras declare."""
-    brought_by = importlib.metadata.packages_distributions()
-    ours = imported(in_functions)
+    brought_by, ours = distributions(), imported(in_functions)
     left, seen, found = [*modules], set[str](), set[str]()
     while left:
         module = left.pop()

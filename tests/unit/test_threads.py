@@ -107,3 +107,17 @@ def test_a_control_group_of_the_first_version_limits_them_too(tmp_path: Path, gr
 
 def test_this_process_has_a_core() -> None:
     assert threads.usable_cores() >= 1
+
+
+def test_what_a_variable_of_the_shell_costs_is_told() -> None:
+    def told(omp: str, **sections: Any) -> str | None:
+        config = Config.model_validate(sections)
+        return threads.cost_of_variable(config, 8, {"OMP_NUM_THREADS": omp} if omp else {}, trains=True, generates=True)
+
+    line = told("1")
+    assert line is not None
+    assert "OMP_NUM_THREADS=1" in line
+    assert str(planned(8)) in line
+    assert told("") is None
+    assert told("nonsense") is None
+    assert told("1", trainer={"num_threads": 3}, rollout={"num_threads": 1}) is None

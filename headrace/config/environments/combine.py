@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ class CombineConfig(BuiltInConfig):
     """One reward from several environments."""
 
     type: Undecisive[Fixed[Literal["combine"]]] = "combine"
-    parts: Fixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = Field(
+    parts: Fixed[dict[str, float]] = Field(
         min_length=1,
         description="the environments that score each completion, by name, with their weights, for example {math: 1.0, brief: 0.2}",
     )

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 from headrace.config.in_yaml import in_yaml
-from headrace.config.nemo_rl.values import look
+from headrace.config.nemo_rl.in_force import ITS_ENVIRONMENTS, has_episodes
+from headrace.config.nemo_rl.values import look, named_environments
 
 Refuse = Callable[[str, str], None]  # takes a key of the file, and what is wrong with it
 # takes the whole file and yields (Headrace's key, value, key in the file)
@@ -119,7 +120,8 @@ def asynchrony(async_rl: dict[str, Any]) -> dict[str, Any]:
     if not sampler and "max_weight_staleness_versions" in async_rl:
         # the first form of async_rl: without over-sampling each step has its own batch
         name = "weight_fifo" if async_rl.get("over_sampling") and not async_rl.get("force_in_order") else "in_order"
-        age = async_rl["max_weight_staleness_versions"]
+        strict = async_rl.get("batch_selection_strategy") == "strict_on_policy"
+        age = 0 if strict else async_rl["max_weight_staleness_versions"]
     else:
         name = sampler.get("name", "in_order")
         age = sampler.get("max_lookahead_versions" if name == "in_order" else "max_staleness_versions")
@@ -165,4 +167,46 @@ def _multiple_choice(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[s
         )
 
 
-GATHERERS: tuple[Gatherer, ...] = (_megatron, _single_controller, _teacher, _multiple_choice)
+def _turns(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any, str]]:
+    """Yield the calls of an episode, unless Headrace's key gives them."""
+    named = sorted(named_environments(values))
+    for name in ("grpo", "ppo"):
+        key = f"{name}.max_rollout_turns"
+        turns = look(values, key)
+        if turns is None:
+            continue
+        if not any(has_episodes(values, env) for env in named):
+            envs = " or ".join(f"env.{env}" for env in named if env not in ITS_ENVIRONMENTS) or "env.code"
+            refuse(
+                key,
+                f"{in_yaml(turns)}, but {envs} has no episodes; an environment of several turns is a program (docs/agents.md): write it, "
+                "and set target and episodes: true, or set max_rollout_turns to 1",
+            )
+        elif look(values, "agents.max_rollout_turns") is None:
+            yield "agents.max_rollout_turns", turns, key
+
+
+# keys of the chat server that NeMo Gym's programs call -> keys of the tokenizer
+_CHAT_SERVER = {"chat_template": "chat_template", "default_chat_template_kwargs": "chat_template_kwargs"}
+
+
+def _templates(values: dict[str, Any], refuse: Refuse) -> Iterator[tuple[str, Any, str]]:
+    """Yield the chat template and its arguments, which there are given for prompts and for a server of chats separately."""
+    tokenizer = look(values, "policy.tokenizer", {})
+    for theirs, ours in _CHAT_SERVER.items():
+        key = f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs.{theirs}"
+        value, own = look(values, key), look(tokenizer, ours)
+        if value and own and value != own:
+            refuse(
+                key,
+                f"{in_yaml(value)}, but policy.tokenizer.{ours} is {in_yaml(own)}; a run has one chat template, so give both the same",
+            )
+        elif value and not own:
+            yield f"policy.tokenizer.{ours}", value, key
+    for section in ("policy.tokenizer", "policy.generation", "policy.generation.vllm_cfg"):
+        thinks = look(values, f"{section}.enable_thinking")
+        if thinks is not None and look(tokenizer, "chat_template_kwargs.enable_thinking") is None:
+            yield "policy.tokenizer.chat_template_kwargs.enable_thinking", thinks, f"{section}.enable_thinking"
+
+
+GATHERERS: tuple[Gatherer, ...] = (_megatron, _single_controller, _teacher, _multiple_choice, _turns, _templates)

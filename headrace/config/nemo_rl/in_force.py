@@ -12,7 +12,7 @@ from typing import Any
 from headrace.config.in_yaml import in_yaml
 from headrace.config.loss import CLIP_KEYS
 from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH
-from headrace.config.nemo_rl.values import look, off, sources
+from headrace.config.nemo_rl.values import environment, look, named_environments, off, sources
 
 Said = tuple[str, str]
 
@@ -97,6 +97,8 @@ def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
     yield from _splits(values)
     yield from _truncation(values)
     yield from _policy_term(values)
+    yield from _multiplied_batches(values)
+    yield from _turns(values)
 
 
 def _single_controller(values: dict[str, Any]) -> Iterator[Said]:
@@ -197,3 +199,43 @@ def _policy_term(values: dict[str, Any]) -> Iterator[Said]:
     for key in unread:
         if loss.pop(key, None):
             yield f"loss_fn.{key}", f"with {form} there is no ratio that it could change, in NeMo RL either"
+
+
+def _multiplied_batches(values: dict[str, Any]) -> Iterator[Said]:
+    """Drop the multiple of a batch that dynamic sampling would generate; files inherit it from others that sample dynamically."""
+    for name in ("grpo", "ppo"):
+        algorithm = look(values, name, {})
+        if off(look(algorithm, "use_dynamic_sampling"), values) and look(algorithm, "batch_multiplier", 1) != 1:
+            del algorithm["batch_multiplier"]
+            yield f"{name}.batch_multiplier", "without use_dynamic_sampling no batch is multiplied"
+
+
+# the environments of NeMo RL, by the names that its files give them
+ITS_ENVIRONMENTS = (
+    "math",
+    "math_default",
+    "math_multi_reward",
+    "code",
+    "code_jaccard",
+    "reward_model",
+    "vlm",
+    "nemo_gym",
+)
+
+
+def has_episodes(values: dict[str, Any], name: str) -> bool:
+    """Whether `env.<name>` runs episodes here."""
+    env = environment(values, name)
+    return env.get("episodes") is True or env.get("type") in ("function", "verifiers")
+
+
+def _turns(values: dict[str, Any]) -> Iterator[Said]:
+    """Drop the number of turns where it is 1, and where every environment ends after one answer in NeMo RL too, or has its own loop."""
+    named = named_environments(values)
+    several = any(has_episodes(values, name) or name not in ITS_ENVIRONMENTS or name == "code" for name in named)
+    for name in ("grpo", "ppo"):
+        algorithm, key = look(values, name, {}), "max_rollout_turns"
+        turns = look(algorithm, key)
+        if type(turns) is int and (turns <= 1 or not several):
+            del algorithm[key]
+            yield f"{name}.{key}", "an answer is one turn, and episodes have agents.max_rollout_turns"

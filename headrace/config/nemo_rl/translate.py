@@ -15,9 +15,14 @@ from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import as_written
 from headrace.config.keys import Keys
 from headrace.config.nemo_rl.gathered import GATHERERS
-from headrace.config.nemo_rl.in_force import leave_out_what_is_not_in_force, modernise, unclear_switches
+from headrace.config.nemo_rl.in_force import (
+    ITS_ENVIRONMENTS,
+    leave_out_what_is_not_in_force,
+    modernise,
+    unclear_switches,
+)
 from headrace.config.nemo_rl.rules import TABLE, Rule
-from headrace.config.nemo_rl.values import look, off, sources
+from headrace.config.nemo_rl.values import look, named_environments, off, sources
 
 # what such a file means implicitly; keys of `grpo` and `ppo` apply to a file that has that section
 IMPLIED: dict[str, Any] = {
@@ -216,6 +221,10 @@ class _Builder:
         elif rule.does == "refused":
             if not rule.fine(value, self.theirs, keys):
                 self._refuse(rule, keys, value)
+            elif _is_ours(keys):
+                self._put(keys, value, keys)
+            elif rule.once and not off(value, self.theirs):
+                self.replaced.setdefault("not in force", []).append(self._written(keys))
         else:
             self._carry(rule, keys, value)
 
@@ -258,20 +267,37 @@ class _Builder:
             self.came_from[target] = self._there(origin)
 
     def _environments(self) -> None:
-        """Drop the environments that no data set names, as NeMo RL's files bring such along; the others must be known."""
-        given = [source.get("env_name") for part in ("train", "validation") for source in sources(self.theirs, part)]
-        named = [name for name in (*given, look(self.theirs, "data.default.env_name")) if isinstance(name, str)]
-        environments = self.theirs.get("env")
+        """Drop the environments of NeMo RL that no data set names, as its files bring such along. Another environment that none names, or
+        one that is enabled, is refused: in NeMo RL, a script of its own trains on it, whatever data sets the file inherits."""
+        named, environments = named_environments(self.theirs), self.theirs.get("env")
         if not isinstance(environments, dict):
             return
-        for name in list(environments):
+        for name, env in list(environments.items()):
+            if env is not None and not isinstance(env, dict):
+                continue
             if named and name not in named:
                 del environments[name]
-                self.replaced.setdefault("no data set names this environment", []).append(f"env.{name}")
-            elif environments[name] is None or isinstance(environments[name], dict):
-                self.ours.setdefault("env", {})[name] = {}
-                if rule := TABLE.find(("env", name)):
-                    self._decide(rule, ("env", name), environments[name])
+                inherited = name in ITS_ENVIRONMENTS and look(env, "enabled") is not True
+                if inherited or off(env, self.theirs):
+                    says = "no data set names this environment (data.train.env_name), so it is not used"
+                    self.replaced.setdefault(says, []).append(f"env.{name}")
+                else:
+                    self.parts_refused.append(_never_used(name, self.theirs))
+                continue
+            self.ours.setdefault("env", {})[name] = {}
+            if rule := TABLE.find(("env", name)):
+                self._decide(rule, ("env", name), env)
+
+
+def _never_used(name: str, values: dict[str, Any]) -> Refusal:
+    found = [source.get("dataset_name") or source.get("data_path") for source in sources(values, "train")]
+    data = ", ".join(str(one) for one in found if one) or "the data sets"
+    return Refusal(
+        ("env", name),
+        f"no data set names this environment, so the run would train on {data} with {', '.join(sorted(named_environments(values)))}",
+        f"; give its own data (data.train), name it in data.train.env_name, and write it (docs/environments.md; docs/agents.md for several "
+        f"turns) as env.{name}.target, or leave it out",
+    )
 
 
 def _of_another_kind(values: dict[str, Any]) -> Refusal | None:

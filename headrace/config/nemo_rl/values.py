@@ -28,6 +28,29 @@ def sources(whole: Any, part: str) -> list[dict[str, Any]]:
     return [source for source in listed if isinstance(source, dict)]
 
 
+def environment(whole: Any, name: str) -> Mapping[str, Any]:
+    """Return the section of an environment; an empty one if there is none."""
+    environments = look(whole, "env")
+    env = environments.get(name) if isinstance(environments, Mapping) else None
+    return env if isinstance(env, Mapping) else {}
+
+
+def named_environments(whole: Any) -> set[str]:
+    """Return the environments that the data sets name, and those that score for them."""
+    given = [source.get("env_name") for part in ("train", "validation") for source in sources(whole, part)]
+    found: set[str] = set()
+    waiting = {name for name in (*given, look(whole, "data.default.env_name")) if isinstance(name, str)}
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        parts, grader = (environment(whole, name).get(key) for key in ("parts", "grader"))
+        waiting |= {
+            scorer for scorer in (*(parts if isinstance(parts, dict) else ()), grader) if isinstance(scorer, str)
+        }
+        waiting -= found
+    return found
+
+
 # conversions
 
 
@@ -55,10 +78,23 @@ def kv_cache_dtype(value: Any) -> Any:
     return "fp8" if value == "fp8_e4m3" else value  # two names of the same type
 
 
+_OF_NEMO_GYM = "which an environment of type verifiers plays (docs/agents.md, NeMo Gym)"
+
+
+def packing(value: Any) -> Any:
+    others = ("modified_ffd", "concatenative", "first_fit_shuffle")
+    name = value.lower() if isinstance(value, str) else value  # NeMo RL ignores case
+    return "modified_first_fit_decreasing" if name in others else name
+
+
 def dataset(value: Any) -> Any:
     """Return a name that Headrace reads too, or None where `data_path` names the data set."""
     if value == "ResponseDataset":
         return None
+    if value == "NemoGymDataset":
+        raise ValueError(
+            f"{value!r}: its rows are tasks of NeMo Gym, {_OF_NEMO_GYM}; give that environment the file, and name verifiers here"
+        )
     known = (*get_args(Generator), *get_args(HubName))
     if value is not None and value not in known and not OWN_CODE.fullmatch(str(value)):
         raise ValueError(
@@ -81,6 +117,8 @@ def processor(value: Any) -> Any:
     """Return a name that Headrace reads too, or None where problems already have a question and an answer."""
     if value is None or value in _WITHOUT_NAME:
         return None
+    if value == "nemo_gym_data_processor":
+        raise ValueError(f"{value!r}: it reads tasks of NeMo Gym, {_OF_NEMO_GYM}; leave it out")
     if value not in get_args(ProcessorName) and not OWN_CODE.fullmatch(str(value)):
         raise ValueError(
             f"{in_yaml(value)} is not one of {', '.join((*_WITHOUT_NAME, *get_args(ProcessorName)))}; write a function that is called "
@@ -98,6 +136,13 @@ def extract(value: Any) -> Any:
     return ours.get(value)
 
 
+def template(value: Any) -> Any:
+    """Convert null, which there is a template of its own."""
+    if value is None:
+        return "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return None if isinstance(value, str) and value.lower() == "default" else value
+
+
 def metric(value: Any) -> Any:
     """Convert the bare names of older releases. `val_reward` was the mean reward of a validation."""
     if isinstance(value, str) and not value.startswith(("val:", "train:")):
@@ -110,7 +155,19 @@ def metric(value: Any) -> Any:
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     function.__name__: function
-    for function in (epochs, period, fused_adam, precision, kv_cache_dtype, dataset, processor, extract, metric)
+    for function in (
+        epochs,
+        period,
+        fused_adam,
+        precision,
+        kv_cache_dtype,
+        packing,
+        dataset,
+        processor,
+        extract,
+        template,
+        metric,
+    )
 }
 
 # conditions: each takes the value, the whole file and the value's keys
@@ -123,10 +180,6 @@ def off(value: Any, whole: Whole, keys: Keys = ()) -> bool:
 
 def not_false(value: Any, whole: Whole, keys: Keys) -> bool:
     return value is not False
-
-
-def default_template(value: Any, whole: Whole, keys: Keys) -> bool:
-    return bool(value == "default")
 
 
 def max_length(value: Any, whole: Whole, keys: Keys) -> bool:
@@ -198,7 +251,7 @@ def draws_alike(value: Any, whole: Whole, keys: Keys) -> bool:
 CONDITIONS: Mapping[str, Callable[[Any, Whole, Keys], bool]] = {
     function.__name__: function
     for function in (
-        not_false, default_template, max_length, same_precision, trained_in_float32, zero_or_not_fp8, dense, zero_or_dense,
+        not_false, max_length, same_precision, trained_in_float32, zero_or_not_fp8, dense, zero_or_dense,
         one_token_predicted, before_or_no_dropout, no_penalty, sampled_alone, served, model_itself, draws_alike,
     )
 }  # fmt: skip

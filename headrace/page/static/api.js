@@ -17,27 +17,30 @@ export async function get(path, params = {}, signal = undefined) {
 }
 
 /**
- * Returns `{data, error, loading}` of a call, read again when its arguments change, and every `every` seconds while the tab is visible.
- * The last answer stays while the next is on its way; an error does not remove it. `path` null reads nothing.
+ * Returns `{data, error, loading}` of a call, read again when its arguments change, and every `every` seconds while the tab is visible; a
+ * function of the last answer may say how many. The last answer stays while the next is on its way; an error does not remove it. `path` null reads nothing.
  */
 export function useData(path, params = {}, { every = 0 } = {}) {
   const [state, setState] = useState({ data: null, error: null, loading: true });
   const key = JSON.stringify([path, params]);
+  const isFixed = typeof every === "number";
   useEffect(() => {
     if (path === null) return undefined;
     const abort = new AbortController();
     let timer;
+    let data = null;
     const read = async () => {
       if (!document.hidden) {
         try {
-          const data = await get(path, params, abort.signal);
+          data = await get(path, params, abort.signal);
           setState({ data, error: null, loading: false });
         } catch (error) {
           if (abort.signal.aborted) return;
           setState((before) => ({ data: before.data, error: error.message, loading: false }));
         }
       }
-      if (every && !abort.signal.aborted) timer = setTimeout(read, every * 1000);
+      const seconds = isFixed ? every : data && every(data);
+      if (seconds && !abort.signal.aborted) timer = setTimeout(read, seconds * 1000);
     };
     setState((before) => ({ ...before, loading: true }));
     read();
@@ -45,6 +48,6 @@ export function useData(path, params = {}, { every = 0 } = {}) {
       abort.abort();
       clearTimeout(timer);
     };
-  }, [key, every]);
+  }, [key, isFixed && every]);
   return state;
 }

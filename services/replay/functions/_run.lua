@@ -133,6 +133,12 @@ local function move(run, lane, from, to, count)
   if to then deltas[lane .. ':' .. to] = (deltas[lane .. ':' .. to] or 0) + (count or 1) end
 end
 
+-- How many groups of the lane are in the state, what this call has changed included.
+local function count_in(run, lane, state)
+  local field = lane .. ':' .. state
+  return tonumber(redis.call('HGET', run.base .. 'counts', field) or 0) + (run.deltas[field] or 0)
+end
+
 -- Notify those who wait on `channel` (work, ready, scoring, epoch), once, at the end of the call.
 local function wake(run, channel)
   run.waking[channel] = true

@@ -38,6 +38,9 @@
 -- FAILED_PROBES failed probes in a row, and again each time that number has doubled, a new group is leased to be the probe, one at a time.
 -- If it is scored, the failures of the others are their own. If another trajectory is scored, or one of the new group that had failed, the
 -- environment has been repaired, and their failures start over.
+--
+-- At the end of the run there is no new group. If all that is left kills the environment's process whenever it is sent alone, the probes
+-- count as attempts, and these trajectories fail: the process was there each time, and nothing else will show whether it works.
 -- uses: _args, _fields, _group, _run, _trajectory
 
 limit('max_scoring_attempts', positive)
@@ -241,6 +244,22 @@ local function is_used_up(run, entry, attempts, own)
   return entry.status == 'INVALID' or attempts >= run.max_scoring_attempts
 end
 
+-- Whether the trajectories that killed the environment's process are all that it will ever be sent: no prompt of it will come, none may be
+-- being generated, and nothing else waits. Prompts of other environments may be queued: the trainer may be waiting for these trajectories
+-- before there is room for them.
+local function is_left_with_killers(run, env)
+  if run.closed == 0 or redis.call('EXISTS', run.base .. 'wanted', place_of(run, 'unscored', env)) > 0 then return false end
+  if redis.call('ZCARD', place_of(run, 'taken', env)) > 1 then return false end
+  local queue = redis.call('ZRANGE', queue_of(run, 'train'), 0, -1)
+  local coming = count_in(run, 'train', 'open') + count_in(run, 'train', 'queued') - #queue  -- and those that were passed over
+  for _, state in ipairs({'queued', 'open'}) do coming = coming + count_in(run, 'validation', state) end
+  if coming > 0 then return false end
+  for _, id in ipairs(queue) do
+    if environment_of(run, load_group(run, id, {'env'})) == env then return false end
+  end
+  return true
+end
+
 -- Handle a result that is not a score, for a trajectory that the environment began. `beside`: of the trajectories that it scored in this
 -- call, the highest number under which one was taken.
 local function fail_scoring(run, group, entry, beside)
@@ -252,14 +271,17 @@ local function fail_scoring(run, group, entry, beside)
   if is_broken(run, env) and alone then renew_breaker(run, env, entry) end
   if entry.status == 'INTERRUPTED' and not alone then return void_token(run, env, member, 0, place) end
   local own = fails_by_itself(run, env, group, entry, beside)
-  if is_broken(run, env) then return void_token(run, env, member, 0, place) end
+  local broken = is_broken(run, env)
+  local killer = broken and place and is_left_with_killers(run, env)
+  if broken and not killer then return void_token(run, env, member, 0, place) end
   local attempts = scoring_of(redis.call('HGET', group.key, 'w' .. entry.at))
   local used_up = is_used_up(run, entry, attempts, own)
-  if count_failed(run, env, member, own, used_up) then
+  if not broken and count_failed(run, env, member, own, used_up) then
     open_breaker(run, env, 'FAILING', entry)
     return void_token(run, env, member, 0, place)
   end
-  local message = entry.status .. ': ' .. words(entry.message)
+  local message = entry.status .. ': ' .. words(entry.message) ..
+    (killer and '; it was alone each time, and no other trajectory is left that could show that the environment works' or '')
   if used_up and entry.status == 'INVALID' then return drop(run, group, entry.index, 'scoring refused: ' .. message) end
   if used_up then return drop(run, group, entry.index, 'scoring failed ' .. attempts .. ' times: ' .. message) end
   redis.call('HSET', group.key, 'w' .. entry.at, scoring_value(attempts))

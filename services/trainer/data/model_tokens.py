@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ class ModelTokens:
     and the generation configuration of checkpoints.
 
     `vocabulary` is the number of rows of its embedding. `ends` are the tokenizer's end token, those of the model's
-    `generation_config.json`, at which an engine stops too, and `policy.generation.stop_token_ids`, in this order.
+    `generation_config.json`, at which an engine stops too, and `policy.generation.stop_token_ids`, in this order. `excluded` are the
+    tokens of `policy.generation.bad_words`.
     """
 
     ends: tuple[int, ...]
     vocabulary: int
+    excluded: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, config: Config, tokenizer: Any) -> ModelTokens:
@@ -54,7 +56,8 @@ class ModelTokens:
                 f"{key} {named}: neither its tokenizer nor generation_config.json of policy.model_name names an end token, so every "
                 "completion would be cut off at policy.generation.max_new_tokens; set policy.generation.stop_token_ids or stop_strings"
             )
-        tokens = cls(ends, model.get_text_config().vocab_size)
+        excluded = tuple(dict.fromkeys(id for word in generation.bad_words for id in _excluded(word, tokenizer)))
+        tokens = cls(ends, model.get_text_config().vocab_size, excluded)
         for end in ends:
             if type(end) is not int or not 0 <= end < tokens.vocabulary:
                 raise ConfigError(
@@ -62,6 +65,11 @@ class ModelTokens:
                     f"{tokens.vocabulary - 1}); correct eos_token_id in its generation_config.json or config.json, the tokenizer, or "
                     "policy.generation.stop_token_ids"
                 )
+        if never := sorted({*ends} & {*excluded}):
+            raise ConfigError(
+                f"policy.generation.bad_words has {tokenizer.convert_ids_to_tokens(never[0])!r}, which ends an answer; leave it out there"
+            )
+        tokens.check(excluded, tokenizer, "policy.generation.bad_words")
         return tokens
 
     def check(self, ids: Iterable[int], tokenizer: Any, what: str) -> None:
@@ -72,3 +80,20 @@ class ModelTokens:
                 f"{self.vocabulary} rows, 0 to {self.vocabulary - 1}: the tokenizer has tokens that were added without the model; give the "
                 "model's own tokenizer, or resize its embedding (transformers: resize_token_embeddings)"
             )
+
+
+def _excluded(word: str, tokenizer: Any) -> Iterator[int]:
+    """Yield the tokens that vLLM excludes for a bad word: the word as it stands, and after a space, if that is another token.
+
+    Raises `ConfigError` for a word of several tokens. Its last token would be excluded after the others only, so that the training logits
+    of a token would depend on the tokens before it.
+    """
+    alone, spaced = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
+    if len(alone) != 1:
+        raise ConfigError(
+            f"policy.generation.bad_words has {word!r}, which is {len(alone)} tokens of the tokenizer; only words of one token can be "
+            "excluded, so leave it out, or let the reward penalise it"
+        )
+    yield alone[0]
+    if len(spaced) == 1 and spaced != alone:
+        yield spaced[0]

@@ -172,7 +172,8 @@ class GroupBuilder:
         if not tokenizer.chat_template:
             key, name = config.tokenizer
             raise ConfigError(
-                f"{key} {name}: its tokenizer has no chat template; name a tokenizer with one in policy.tokenizer.name"
+                f"{key} {name}: its tokenizer has no chat template; give policy.tokenizer.chat_template, or name a tokenizer with one in "
+                "policy.tokenizer.name"
             )
         self._config = config
         self._tokenizer = tokenizer
@@ -183,6 +184,7 @@ class GroupBuilder:
             max_new_tokens=generation.max_new_tokens,
             stop_token_ids=self._tokens.ends,
             stop_strings=tuple(generation.stop_strings),
+            bad_words=tuple(generation.bad_words),
             top_k=generation.top_k,
             top_p=generation.top_p,
         )
@@ -243,7 +245,8 @@ class GroupBuilder:
             roles = ", ".join(message["role"] for message in problem.messages)
             raise ConfigError(
                 f"the chat template of {name} ({key}) refuses the prompt of {problem.task_name} problem {problem.index}, with messages of "
-                f"{roles}: {error}; correct the data or policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
+                f"{roles}: {error}; correct the data, policy.tokenizer.chat_template or "
+                "policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
             ) from error
         self._tokens.check(ids, self._tokenizer, f"the prompt of {problem.task_name} problem {problem.index}")
         return ids

@@ -69,7 +69,7 @@ class Batch:
     - `ref_logprobs` of the reference policy, `teacher_logprobs` of the teacher, `values` of the value model before each token (all float32)
     - `advantages`, and `returns` for the value model (float64)
 
-    Columns [N] of what the policy's optimizer steps did with each token (`token_columns`), for people; only if the samples of the step are
+    Columns [N] of what the optimizer steps did with each token (`token_columns`), for people; only if the samples of the step are
     written. docs/metrics.md defines them. `mask_reasons` (int8) are of `MaskReason`. The others are float32, NaN where nothing was
     computed.
     """
@@ -101,6 +101,7 @@ class Batch:
     entropies: Float32 | None = None
     token_losses: Float32 | None = None
     token_loss_gradients: Float32 | None = None
+    token_value_losses: Float32 | None = None
 
     @classmethod
     def of(

@@ -57,9 +57,9 @@ class Learner:
     """The policy and its optimizer; and if required, a frozen reference policy, a teacher, and a value model with its optimizer. With an
     adapter, the reference is the policy itself without it.
 
-    `counters` and `tokenizer` are the run's. `seconds` are the durations of the parts of the newest step on this rank. `work` is what
-    training the policy computed in that step on all ranks; None if it was not trained. `broken` is the reason why the learner can't
-    continue, or None.
+    `counters` and `tokenizer` are the run's, and `warper` is how its tokens are sampled. `seconds` are the durations of the parts of the
+    newest step on this rank. `work` is what training the policy computed in that step on all ranks; None if it was not trained. `broken` is
+    the reason why the learner can't continue, or None.
     """
 
     def __init__(self, config: Config, checkpoint: Path | None = None, ranks: Ranks | None = None) -> None:
@@ -79,7 +79,9 @@ class Learner:
         self.tokenizer = load_tokenizer(config)
         self.policy = PolicyModel(config, checkpoint / "policy" if checkpoint else None)
         # what generates with a checkpoint ends where the run did
-        self.policy.model.generation_config.eos_token_id = list(ModelTokens.load(config, self.tokenizer).ends) or None
+        tokens = ModelTokens.load(config, self.tokenizer)
+        self.policy.model.generation_config.eos_token_id = list(tokens.ends) or None
+        self.warper = LogitsWarper.of(config.policy.generation, tokens.excluded)
         self.policy_optimizer = ModelOptimizer(
             self.policy.model, config.policy.optimizer, config.policy.scheduler, config.policy.max_grad_norm, "policy"
         )

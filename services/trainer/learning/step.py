@@ -57,7 +57,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     """
     config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
     algorithm, step = config.algorithm, learner.version
-    warper = LogitsWarper.of(config.policy.generation)
+    warper = learner.warper
     mini_batches, epochs = batch.mini_batches(config.policy_batch), algorithm.policy_epochs(step)
     seconds = learner.seconds = {}
     learner.work = None
@@ -158,24 +158,30 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
         return _summary(taken[first:])
 
     if value is not None and learner.value_optimizer is not None:
+        value_batches = batch.mini_batches(config.value_batch)
+        of_values = TokenColumns(batch, ranks, algorithm.value_epochs * len(value_batches))
 
         def loss_of_values(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-            return value_loss(config.value_loss_fn, value.forward(packed), tokens, counts)
+            parts = value_loss(config.value_loss_fn, value.forward(packed), tokens, counts, columns=sampled)
+            if sampled:
+                of_values.note(packed.indices, parts.columns)
+            return parts
 
         with _timed(seconds, "value_training"):
             found = optimize(
                 learner.value_optimizer,
-                batch.mini_batches(config.value_batch),
+                value_batches,
                 algorithm.value_epochs,
                 learner.value_packing,
                 value,
                 loss_of_values,
+                of_values.write,
             )
         found["explained_var"] = explained_variance(found)
         metrics |= {f"critic/{name}": number for name, number in found.items()}
 
     if epochs:
-        columns = TokenColumns(batch, ranks, optimizer_steps=epochs * len(mini_batches), whole=sampled)
+        columns = TokenColumns(batch, ranks, epochs * len(mini_batches))
         work = Work()
 
         def loss_of_policy(packed: PackedRows, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
@@ -184,7 +190,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
             output = policy.forward(packed, warper, entropy=True)
             parts = policy_loss(config.loss_fn, output, tokens, counts, columns=sampled)
             if sampled or tokens.old_logprobs is None:
-                columns.note(packed.indices, output, parts)
+                columns.note_policy(packed.indices, output, parts.columns, gradients=sampled)
             return parts
 
         packing = Packing.of(config.policy, training=True)

@@ -1,4 +1,4 @@
-"""What a step did with each token, for people: columns of the batch that passes of the policy's optimizer steps compute anyway.
+"""What a step did with each token, for people: columns of the batch that passes of the optimizer steps compute anyway.
 
 Nothing is computed a second time, so a column says what the loss used. The columns of a micro-batch stay on its device until the optimizer
 step is taken: a single copy from a GPU, because each copy waits for it.
@@ -7,7 +7,7 @@ step is taken: a single copy from a GPU, because each copy waits for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,42 +16,47 @@ from torch import Tensor
 from headrace.run.samples import MaskReason
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, Float32, Float64, Int, Int8
-from headrace_services.trainer.learning.losses import LossParts
 from headrace_services.trainer.network.policy_model import PolicyOutput
 
-# The columns that are summed over the passes and divided by the number of optimizer steps, as the metric `loss` is. Of the others the last
-# pass is kept.
-AVERAGED = ("token_losses", "token_loss_gradients")
+# The columns that are summed over the passes and divided by the number of optimizer steps, as the metrics `loss` and `critic/loss` are. Of
+# the others the last pass is kept.
+AVERAGED = ("token_losses", "token_loss_gradients", "token_value_losses")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """A micro-batch's paths, its columns [n], and the gradients that reached its log-probabilities."""
+    """A micro-batch's paths, its columns [n], and the gradients that reached its log-probabilities, if they are wanted."""
 
     paths: Sequence[int]
-    columns: dict[str, Tensor]
-    gradients: list[Tensor]
+    columns: Mapping[str, Tensor]
+    gradients: list[Tensor] | None
 
 
 class TokenColumns:
-    """Takes notes of the policy's passes in a step, and writes them to the columns of `batch`.
+    """Takes notes of a model's passes in the `optimizer_steps` of a step, and writes them to the columns of `batch`.
 
-    A token has one pass in each epoch. Unless `whole`, only the policy's log-probabilities are noted.
+    A token has one pass in each epoch.
     """
 
-    def __init__(self, batch: Batch, ranks: Ranks, *, optimizer_steps: int, whole: bool) -> None:
-        self.whole = whole
+    def __init__(self, batch: Batch, ranks: Ranks, optimizer_steps: int) -> None:
         self._batch, self._ranks, self._optimizer_steps = batch, ranks, optimizer_steps
         self._passes: list[_Pass] = []
 
-    def note(self, paths: Sequence[int], output: PolicyOutput, parts: LossParts) -> None:
-        """Take note of a pass over these paths, before its backward pass."""
-        gradients: list[Tensor] = []
-        if self.whole:
+    def note(self, paths: Sequence[int], columns: Mapping[str, Tensor]) -> None:
+        """Take note of the columns of a pass over these paths."""
+        self._passes.append(_Pass(paths, columns, None))
+
+    def note_policy(
+        self, paths: Sequence[int], output: PolicyOutput, columns: Mapping[str, Tensor], *, gradients: bool
+    ) -> None:
+        """Take note of a pass of the policy, before its backward pass; and with `gradients`, of the `token_loss_gradients`."""
+        found: list[Tensor] = []
+        if gradients:
             for logprobs in (output.logprobs, output.unfiltered):
                 if logprobs is not None:
-                    logprobs.register_hook(gradients.append)
-        self._passes.append(_Pass(paths, {"policy_logprobs": output.logprobs.detach(), **parts.columns}, gradients))
+                    logprobs.register_hook(found.append)
+        columns = {"policy_logprobs": output.logprobs.detach(), **columns}
+        self._passes.append(_Pass(paths, columns, found if gradients else None))
 
     def write(self) -> None:
         """Write what was noted since the last call: once an optimizer step is taken."""
@@ -61,7 +66,7 @@ class TokenColumns:
         tables = []
         for one in passes:
             columns = dict(one.columns)
-            if self.whole:
+            if one.gradients is not None:
                 none = torch.zeros_like(one.columns["policy_logprobs"])
                 columns["token_loss_gradients"] = torch.stack([none, *one.gradients]).sum(0) / self._ranks.size
             tables.append(torch.stack([values.float() for values in columns.values()]))

@@ -249,8 +249,9 @@ def models_of(config: Config) -> dict[str, ModelUse]:
         routers=not settings.freeze_moe_router,
         lora=settings.lora_cfg,
     )
-    filters = generation.top_k is not None or generation.top_p < 1
-    found = {"policy": ModelUse(size, width, trained=True, chunk=chunk, recompute=recompute, filters=filters)}
+    found = {
+        "policy": ModelUse(size, width, trained=True, chunk=chunk, recompute=recompute, filters=generation.filters)
+    }
     if "ref" in passes and not settings.lora_cfg.enabled:  # with LoRA it is the policy without its adapter
         found["reference"] = ModelUse(size, width, trained=False, chunk=chunk, recompute=False)
     if "teacher" in passes:

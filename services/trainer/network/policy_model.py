@@ -54,21 +54,27 @@ CAUSAL = "a causal language model"
 
 @dataclasses.dataclass(frozen=True)
 class LogitsWarper:
-    """The changes that sampling makes to logits: divide by `temperature`, keep the `top_k` largest (None: all), and of those the fewest
-    whose probabilities sum to at least `top_p`."""
+    """The changes that sampling makes to logits: divide by `temperature`, leave out the token ids `excluded`, keep the `top_k` largest of
+    the others (None: all), and of those the fewest whose probabilities sum to at least `top_p`."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    excluded: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, generation: GenerationConfig) -> LogitsWarper:
-        """Make the warper with which tokens are sampled for training."""
-        return cls(generation.temperature, generation.top_k, generation.top_p)
+    def of(cls, generation: GenerationConfig, excluded: tuple[int, ...] = ()) -> LogitsWarper:
+        """Make the warper with which tokens are sampled for training. `excluded` are those of `ModelTokens`."""
+        return cls(generation.temperature, generation.top_k, generation.top_p, excluded)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it compares logits."""
+        return self.top_k is not None or self.top_p < 1
 
     @property
     def filters(self) -> bool:
-        return self.top_k is not None or self.top_p < 1
+        return self.ranks or bool(self.excluded)
 
     @property
     def unfiltered(self) -> LogitsWarper:
@@ -307,6 +313,11 @@ def mask_kept(logits: Tensor, warper: LogitsWarper) -> Tensor:
     All logits that tie with the k-th largest are kept. top-p excludes the least probable ones as long as their sum is at most 1 - p. The
     most probable one always stays.
     """
+    if warper.excluded:
+        excluded = torch.tensor(warper.excluded, device=logits.device)
+        logits = logits.index_fill(-1, excluded, -torch.inf)
+        if not warper.ranks:
+            return logits > -torch.inf
     ascending, ids = logits.sort(dim=-1)
     if warper.top_k is not None and warper.top_k < logits.shape[-1]:
         ascending = ascending.masked_fill(ascending < ascending[:, -warper.top_k, None], -torch.inf)
@@ -378,8 +389,11 @@ def check_head(model: Any, key: str, name: str) -> None:
 
 
 def load_tokenizer(config: Config) -> Any:
-    """Load the run's tokenizer. Raises `ServiceError` if it can't be loaded."""
-    return load_named_tokenizer(*config.tokenizer)
+    """Load the run's tokenizer, with the run's chat template. Raises `ServiceError` if it can't be loaded."""
+    tokenizer = load_named_tokenizer(*config.tokenizer)
+    if config.policy.tokenizer.chat_template is not None:
+        tokenizer.chat_template = config.policy.tokenizer.chat_template
+    return tokenizer
 
 
 def load_named_tokenizer(key: str, name: str) -> Any:

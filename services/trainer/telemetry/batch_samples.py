@@ -1,5 +1,5 @@
 """The samples of a trainer's batches and validations: lines of sample files (`headrace.run.samples`), blocks on a terminal, Markdown for
-trackers, and one HTML page without scripts, with a form that picks step, ranking and prompt."""
+trackers, and HTML without scripts for one file of groups."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
@@ -22,14 +22,9 @@ from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory
 from headrace.records.trajectory import Group as TrajectoryGroup
 from headrace.run.samples import (
-    Kind,
     MaskReason,
-    SampleFiles,
     SampleGroup,
     StoredSample,
-    by_group,
-    choose_groups,
-    failed_groups,
     record,
     round_digits,
     round_values,
@@ -39,11 +34,6 @@ from headrace.run.token_texts import TokenTexts
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.plots import html_page, safe
-
-Order = Literal["stored", "best", "worst"]
-
-OF = "^((train|val)(-(0|[1-9][0-9]{0,9}))?|failed)$"  # `train-12`: what step 12 trained on
-SHOWN = 20  # groups per page
 
 # Tokens of a batch whose columns are made into lists together.
 _TOKENS = 1 << 16
@@ -61,15 +51,12 @@ _COLUMNS: Sequence[tuple[str, str, Callable[[Any], list[Any]]]] = (
     ("entropies", "entropies", round_values),
     ("token_losses", "token_losses", round_digits),
     ("token_loss_gradients", "token_loss_gradients", round_digits),
+    ("token_value_losses", "token_value_losses", round_digits),
     ("values", "values", round_values),
     ("returns", "returns", round_values),
 )
 
-# The kinds of samples that are shown by step. Those of `val_failed` have no completion.
-_STEPS: Mapping[Kind, str] = {"train": "step", "val": "validation of version"}
-_ORDERS: Mapping[Order, str] = {"stored": "in their order", "best": "best first", "worst": "worst first"}
 _STYLE = """
-nav, form { margin: 0 0 16px } form > * { margin-right: 10px; font: inherit }
 main { display: block } section { margin-bottom: 14px } h2 { margin-bottom: 8px }
 pre { font: 13px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 pre { margin: 0 0 8px; max-height: 24em; overflow: auto }
@@ -217,38 +204,7 @@ def _note(sample: StoredSample) -> str:
     return printable(f"{sample.task}, {len(sample.token_ids)} tokens, {end}, {sample.group}")
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def render_samples(files: SampleFiles, title: str, of: str, order: Order, text: str) -> str | None:
-    """Return the page, or None if no samples of the step in `of` are kept. `of` matches `OF`; without a step it is the newest. Raises
-    `CodecError` for a file that can't be read."""
-    number = of.partition("-")[2]
-    kind: Kind = "val" if of.startswith("val") else "train"
-    kept = {each: files.steps(each) for each in _STEPS}
-    if of == "failed":
-        what, groups = "failed groups", failed_groups(files.read_failed())
-    elif number == "" and not kept[kind]:
-        what, groups = f"{_STEPS[kind]}: none yet", []
-    else:
-        step = int(number) if number else kept[kind][-1]
-        if step not in kept[kind]:
-            return None
-        of, what = f"{kind}-{step}", f"{_STEPS[kind]} {step}"
-        groups = by_group(files.samples(kind, step))
-    found = choose_groups(groups, None if order == "stored" else order, text, len(groups))
-    count = f"{len(found)} groups" + (f", {SHOWN} of them shown" if len(found) > SHOWN else "")
-    choices = [
-        (f"{each}-{step}", f"{_STEPS[each]} {step}") for each in kept for step in sorted(kept[each], reverse=True)
-    ]
-    form = (
-        '<nav><a href="/">curves</a> · samples</nav><form action="/samples" method="get">'
-        + _select("of", [*choices, ("failed", "failed groups")], of)
-        + _select("order", _ORDERS.items(), order)
-        + f'<input name="text" value="{safe(text)}" placeholder="text in the prompt"><button>show</button></form>'
-    )
-    main = f"<p>{what}: {count}</p><main>{''.join(map(_section, found[:SHOWN]))}</main>"
-    return html_page(f"{title}, samples", form + main, style=_STYLE, heading=title)
+# -- groups as HTML -------------------------------------------------------------------------------------------------
 
 
 def write_groups(path: Path, title: str, facts: Sequence[str], groups: Iterable[SampleGroup]) -> None:
@@ -257,14 +213,6 @@ def write_groups(path: Path, title: str, facts: Sequence[str], groups: Iterable[
     page = html_page(title, f"{head}<main>{''.join(map(_section, groups))}</main>", style=_STYLE)
     with atomic_write(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8")
-
-
-def _select(name: str, choices: Iterable[tuple[str, str]], chosen: str) -> str:
-    options = (
-        f'<option value="{safe(value)}"{" selected" if value == chosen else ""}>{safe(label)}</option>'
-        for value, label in choices
-    )
-    return f'<select name="{name}">{"".join(options)}</select>'
 
 
 def _section(group: SampleGroup) -> str:

@@ -1,30 +1,20 @@
-"""The trainer's HTTP server: health, Prometheus metrics, the curves of the run at `/`, and its samples."""
+"""The trainer's HTTP server: health and Prometheus metrics."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import FastAPI, HTTPException, Query
-from fastapi.responses import HTMLResponse
+from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from headrace.base.errors import CodecError
 from headrace.config import Config
-from headrace.net.http_access import FORM_PAGE
-from headrace.net.service import Ready, create_app, problems
-from headrace.run.journal import JOURNAL, size
-from headrace.run.samples import SampleFiles
+from headrace.net.service import Ready, create_app
 from headrace_services.trainer.distributed.liveness import Progress
-from headrace_services.trainer.telemetry.batch_samples import OF, Order, render_samples
-from headrace_services.trainer.telemetry.plots import on_drawing_thread, read_shown, render_page
 
-REFRESH_S = 10
 # For metrics `<first>/<name>`, by <first>: the family of gauges, and the label that holds the name.
 LABELLED = {
     "reward": ("reward_component", "component"),
@@ -38,48 +28,14 @@ LABELLED = {
 }
 
 
-def build_app(config: Config, ready: Ready, progress: Progress, failures: Callable[[], str] = str) -> FastAPI:
-    """Make the trainer's application. `failures` returns the page's text about what failed."""
+def build_app(config: Config, ready: Ready, progress: Progress) -> FastAPI:
+    """Make the trainer's application."""
 
     def stuck() -> str | None:
         silent, limit = progress.silent_s, config.trainer.collective_timeout_s
         return f"no progress for {silent:.0f} s; trainer.collective_timeout_s is {limit:g}" if silent > limit else None
 
-    app = create_app("Headrace trainer", ready, stuck)
-    journal = config.run_folder / JOURNAL
-
-    @functools.lru_cache(maxsize=1)
-    def curves(nbytes: int, failed: str) -> str:
-        """Return the page of curves. It is cached by the journal's size, which only grows, because drawing takes up to a second."""
-        return render_page(read_shown(journal), f"Headrace, run {config.run.id}", failed, REFRESH_S)
-
-    @app.get("/", summary="The curves of the run", response_class=HTMLResponse)
-    async def main_page() -> HTMLResponse:
-        return HTMLResponse(await on_drawing_thread(curves, size(journal), failures()))
-
-    files = SampleFiles(config.log_folder, config.logger.keep_step_data)
-
-    @app.get(
-        "/samples",
-        summary="Prompts and completions of a step, of a validation, or of groups that failed",
-        response_class=HTMLResponse,
-        responses=problems(404, 500),
-    )
-    async def samples(
-        of: Annotated[str, Query(pattern=OF, description="`train-STEP`, `val-VERSION`, or failed")] = "train",
-        order: Order = "stored",
-        text: Annotated[str, Query(max_length=1000, description="in the prompt")] = "",
-    ) -> HTMLResponse:
-        title = f"Headrace, run {config.run.id}"
-        try:
-            page = await asyncio.to_thread(render_samples, files, title, of, order, text)
-        except CodecError as error:
-            raise HTTPException(500, str(error)) from error
-        if page is None:
-            raise HTTPException(404, f"no samples of {of} are kept (logger.keep_step_data {files.keep})")
-        return HTMLResponse(page, headers=FORM_PAGE)
-
-    return app
+    return create_app("Headrace trainer", ready, stuck)
 
 
 class Gauges(Collector):

@@ -138,11 +138,11 @@ svg { width: 100%; height: auto; display: block } svg text { font-family: system
 """
 
 
-def html_page(title: str, body: str, *, style: str = "", head: str = "", heading: str | None = None) -> str:
-    """Return a whole HTML page. `title` is text; the rest is HTML. `heading` is the text of its heading if that isn't the title."""
+def html_page(title: str, body: str, *, style: str = "", head: str = "") -> str:
+    """Return a whole HTML page. `title` is text; the rest is HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{head}<title>{safe(title)}</title>'
-        f"<style>{STYLE}{style}</style></head><body><h1>{safe(heading or title)}</h1>{body}</body></html>\n"
+        f"<style>{STYLE}{style}</style></head><body><h1>{safe(title)}</h1>{body}</body></html>\n"
     )
 
 
@@ -214,15 +214,9 @@ class _Part:
         return dataclasses.replace(self._newest, metrics=means)
 
 
-def render_page(shown: Shown, title: str, failures: str = "", refresh_s: int | None = None) -> str:
+def render_page(shown: Shown, title: str, failures: str = "") -> str:
     """Return the page of curves: one HTML file without scripts or network access. It takes about a second for long runs, because matplotlib
-    draws each chart.
-
-    `failures` describes prompts that failed and damaged checkpoints, a line each. With `refresh_s` it is the trainer's page: the browser
-    reloads it at that interval, and it links to the samples.
-    """
-    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
-    links = '<nav>curves · <a href="/samples">samples</a></nav>' if refresh_s else ""
+    draws each chart. `failures` describes prompts that failed and damaged checkpoints, a line each."""
     lines = shown.lines
     changes = build_changes((line.step, line.builds) for line in shown.outline)
     cards = "".join(_card(chart, lines, [step for step, _ in changes]) for chart in CHARTS)
@@ -235,7 +229,7 @@ def render_page(shown: Shown, title: str, failures: str = "", refresh_s: int | N
     text = html.escape(printable(failures, keep="\n"))
     failed = f'<p class="failures">{text}</p>' if failures else ""
     main = f"<main>{cards or '<p>No step has been trained yet.</p>'}</main>"
-    return html_page(title, f"{links}<p>{summary(shown.outline, lines)}</p>{alarm}{failed}{builds}{main}", head=refresh)
+    return html_page(title, f"<p>{summary(shown.outline, lines)}</p>{alarm}{failed}{builds}{main}")
 
 
 def write_page(shown: Shown, path: Path, title: str, failures: str = "") -> None:

@@ -66,7 +66,7 @@ class Telemetry:
         self._settings = config.logger
         self._limits = alarm.alarm_limits(config)
         self._folder = config.log_folder
-        self._samples = SampleFiles(self._folder, config.logger.keep_step_data)
+        self._samples = SampleFiles.of(config)
         shown = config.logger.num_val_samples_to_print
         self._trackers = [
             TrackerThread(name, opener, server, journal.path, self._samples, shown)

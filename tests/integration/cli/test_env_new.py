@@ -35,6 +35,15 @@ def test_its_test_passes_and_fails_once_the_reward_is_another(made: Path) -> Non
     assert "reward 2 is not between" in failed.stdout
 
 
+def test_its_test_passes_in_a_project_with_settings_of_its_own(made: Path) -> None:
+    """Such as those of this checkout, by which pytest looks for modules in the project's root alone."""
+    options = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "--import-mode=importlib"\n'
+    (made.parent / "pyproject.toml").write_text(options)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    passed = subprocess.run(run, cwd=made, capture_output=True, text=True)
+    assert passed.returncode == 0, passed.stdout
+
+
 def test_it_has_no_fault(made: Path) -> None:
     checked = headrace_process("env", "check", "word_count.py", "--samples", "golden.jsonl", cwd=made)
     assert checked.returncode == 0, checked.stdout + checked.stderr

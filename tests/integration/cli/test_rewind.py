@@ -15,6 +15,7 @@ from headrace.config import load
 from headrace.config.services import CheckpointingConfig
 from headrace.launch import runs
 from headrace.run.checkpoints import CHAIN
+from headrace.run.journal import JOURNAL, Journal, read_journal, surviving
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from tests.support.command import error_of, headrace
 
@@ -124,3 +125,20 @@ def test_a_run_is_named_as_everywhere(folder: Path, checkpoints: Checkpoints, mo
         assert done.returncode == 0, done.stderr
         assert f"run first continues from checkpoint {newest}; newer ones are in {renamed}/" in done.stdout
         assert Checkpoints(renamed / "checkpoints", CheckpointingConfig()).newest() == newest
+
+
+def test_what_is_told_of_a_run_is_of_the_weights_that_it_has(folder: Path, checkpoints: Checkpoints) -> None:
+    journal = Journal(folder / JOURNAL)
+    for step in range(10):
+        journal.append("train", step, "t", {"reward": step / 10})
+        journal.append("validation", step + 1, "t", {"accuracy": (step + 1) / 10})
+    assert rewind(folder, "adder", 4).returncode == 0
+    told = headrace("status", folder).stdout
+    assert "steps         4 of" in told
+    assert "val:accuracy 0.4 at step 4" in told
+    assert rewind(folder, "adder", 4).returncode == 0
+    assert [line.kind for line in read_journal(folder / JOURNAL)].count("rewind") == 1
+    # the trainer that goes on notes its own start
+    journal.append("rewind", 4, "u", {})
+    journal.append("train", 4, "u", {"reward": 0.9})
+    assert [line.step for line in surviving(read_journal(folder / JOURNAL)) if line.kind == "train"] == [0, 1, 2, 3, 4]

@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import Browser, StorageState, expect
 
 from headrace.run.journal import JOURNAL, Journal
-from tests.support.browser import NARROW, WIDE, Theme, Window, browser, page_of
-from tests.support.page_runs import STEPS, recorded_run
+from tests.support.browser import NARROW, WIDE, Theme, Window, page_of
+from tests.support.page_runs import STEPS, recorded_run, started_with
 
 HOSTILE = "</script><img src=x onerror=alert(1)><b>bold</b>\u202e\x1b[2J {{7*7}}"
 # by address: a word that the view shows, or a pattern
@@ -41,12 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded_run(folder, "older", groups=False)
     (recorded_run(folder, "broken") / JOURNAL).write_text("no journal\n")
     return folder
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +108,6 @@ def test_what_cant_be_shown_says_why(window: Window) -> None:
     assert "broken" in " ".join(window.page.get_by_role("alert").all_inner_texts())
 
 
-def test_a_prompt_is_three_clicks_from_its_end(window: Window) -> None:
-    page = window.open("/")
-    page.get_by_role("link", name="adder").click()
-    page.get_by_role("link", name="Prompts").click()
-    page.get_by_role("searchbox").fill("0-91")
-    expect(page.get_by_role("heading", name="1 group")).to_be_visible()
-    page.get_by_role("row").filter(has_text="0-91").get_by_role("link").first.click()
-    page.wait_for_url("**/runs/adder/groups/0-91")
-    expect(page.get_by_role("main")).to_contain_text("the environment says")
-    window.check()
-
-
 def test_prompts_are_opened_by_keys_alone(window: Window) -> None:
     page = window.open("/runs/adder/prompts")
     page.locator("tbody tr").first.focus()
@@ -167,6 +149,38 @@ def test_a_program_opens_a_view_for_its_person(window: Window) -> None:
     )
     assert answer.ok, answer.text()
     page.wait_for_url("**/runs/adder/groups/0-10")
+
+
+def test_each_arrow_has_its_groups_a_minute(window: Window) -> None:
+    page = window.open("/runs/older")
+    rates = page.locator(".stage .rate").all_inner_texts()
+    assert rates == [""] * 5 + ["12/min"], "without a history only what was trained is known"
+    page = window.open("/runs/adder")
+    assert page.locator(".stage .rate").all_inner_texts() == ["14/min", "14/min", "13/min", *["12/min"] * 3]
+    filtered = page.locator(".end").filter(has_text="filtered").locator(".rate")
+    expect(filtered).to_have_text("1/min")
+    page.get_by_role("button", name="last step").click()
+    expect(filtered).to_have_text("6/min")
+    expect(page.get_by_role("heading", name="in the last step")).to_be_visible()
+    window.check()
+
+
+def test_a_changed_key_is_told_at_its_mark(folder: Path, window: Window) -> None:
+    started_with(recorded_run(folder, "changed"), (25, ["grpo.seed: 1 -> 2"]))
+    page = window.open("/runs/changed/metrics?re=%5Ereward%24")
+    area = page.locator(".u-over").first
+    size = area.bounding_box()
+    assert size is not None
+    area.hover(position={"x": size["width"] * 2 / (STEPS - 1), "y": 40})
+    expect(page.locator(".tip")).to_contain_text("grpo.seed: 1 -> 2")
+    area.hover(position={"x": size["width"] * 4.5 / (STEPS - 1), "y": 40})
+    expect(page.locator(".tip")).to_be_hidden()
+    page.get_by_role("img", name="reward").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".plot [role=status]")).to_contain_text("grpo.seed: 1 -> 2")
+    window.check()
 
 
 def test_the_theme_is_the_persons_choice(window: Window) -> None:

@@ -10,7 +10,8 @@ import pytest
 from headrace.base.errors import InvalidCall, ServiceError, WrongTimeline
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.run.group_files import list_files
-from headrace.run.group_history import GroupHistory, GroupQuery
+from headrace.run.group_history import GroupHistory
+from headrace.run.group_query import GroupQuery
 from headrace_services.trainer.control import history_writer
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from tests.support.buffer import begin, enqueue, generate, make_group, nonce, push_all, reserve, score_all

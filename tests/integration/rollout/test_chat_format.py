@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.net.replica_client import RenderRefused, RenderRequest
-from headrace_services.rollout.chat_format import ChatFormat, Written, check_parser_names
+from headrace_services.rollout.chat_format import ChatFormat, Written, register_parsers
 from headrace_services.rollout.engine import engine_arguments
 from headrace_services.trainer.demo_models import tiny_calculator
 from tests.support import tool_model
@@ -41,12 +41,12 @@ CHAT = [
 ]
 
 
-def config_of(model: Path, template: dict[str, Any] | None = None, **parsers: str) -> Config:
+def config_of(model: Path, template: dict[str, Any] | None = None, text: str | None = None, **parsers: str) -> Config:
     policy = {
         "model_name": str(model),
         "precision": "float32",
         "max_total_sequence_length": CONTEXT,
-        "tokenizer": {"chat_template_kwargs": template or {}},
+        "tokenizer": {"chat_template": text, "chat_template_kwargs": template or {}},
         "generation": {"vllm_cfg": parsers},
     }
     return Config.model_validate({"policy": policy})
@@ -121,6 +121,15 @@ async def test_the_runs_template_arguments_are_used(format_of: Callable[..., Cha
     ids = await quiet.render(RenderRequest(CHAT))
     assert ids == as_transformers_does(tokenizer, CHAT, no_thinking=True)
     assert ids != as_transformers_does(tokenizer, CHAT)
+
+
+async def test_the_runs_own_template_takes_the_place_of_the_tokenizers(
+    format_of: Callable[..., ChatFormat], tokenizer: Any
+) -> None:
+    text = "{% for message in messages %}{{ message.content }}{{ after }}{% endfor %}"
+    own = format_of(text=text, template={"after": "!"})
+    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    assert await own.render(RenderRequest(messages)) == tokenizer.encode("2+2!4!", add_special_tokens=False)
 
 
 def test_reasoning_goes_by_its_older_name_too(hermes: ChatFormat) -> None:
@@ -302,11 +311,39 @@ async def test_malformed_requests_are_refused_or_answered(hermes: ChatFormat, se
 
 
 def test_a_parser_that_there_is_not_is_refused_with_the_nearest(model: Path) -> None:
-    check_parser_names(config_of(model, tool_parser="hermes", reasoning_parser="qwen3"))
+    register_parsers(config_of(model, tool_parser="hermes", reasoning_parser="qwen3"))
     with pytest.raises(ServiceError, match=r"tool_parser.*'hermse'.*hermes\?"):
-        check_parser_names(config_of(model, tool_parser="hermse"))
+        register_parsers(config_of(model, tool_parser="hermse"))
     with pytest.raises(ServiceError, match=r"reasoning_parser.*'qwen33'.*qwen3"):
-        check_parser_names(config_of(model, reasoning_parser="qwen33"))
+        register_parsers(config_of(model, reasoning_parser="qwen33"))
+
+
+PLUGIN = """
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.deepseek_r1_reasoning_parser import DeepSeekR1ReasoningParser
+
+
+@ReasoningParserManager.register_module("of_this_test")
+class OfThisTest(DeepSeekR1ReasoningParser):
+    pass
+"""
+
+
+def test_a_parser_from_a_file_of_ones_own_is_registered(
+    model: Path, format_of: Callable[..., ChatFormat], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "of_this_test_parser.py"
+    settings = {"reasoning_parser": "of_this_test", "reasoning_parser_plugin": str(plugin)}
+    with pytest.raises(ServiceError, match=r"reasoning_parser_plugin .*FileNotFoundError"):
+        register_parsers(config_of(model, **settings))
+    plugin.write_text(PLUGIN)
+    with pytest.raises(ServiceError, match=r"reasoning_parser: .*'of_this_test'"):
+        register_parsers(config_of(model, reasoning_parser="of_this_test"))
+    register_parsers(config_of(model, **settings))
+    assert format_of(**settings).special_tokens
+    plugin.write_text("1 / 0")
+    with pytest.raises(ServiceError, match=r"tool_parser_plugin .*ZeroDivisionError"):
+        register_parsers(config_of(model, tool_parser_plugin=str(plugin)))
 
 
 @pytest.mark.parametrize("parsers", [{"tool_parser": "openai"}, {"reasoning_parser": "openai_gptoss"}])

@@ -36,6 +36,7 @@ from headrace_services.rollout.generate import (
 )
 from headrace_services.rollout.http import BehindTraining
 from headrace_services.rollout.sequence_slots import SequenceSlots
+from headrace_services.trainer.data import ModelTokens
 from headrace_services.trainer.network.packing import Packing, pack
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, mask_kept
 from tests.support.buffer import make_group
@@ -123,16 +124,27 @@ async def test_log_probabilities_are_those_of_the_draw(engine: Any, model: Any, 
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"top_k": 4}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.3}],
-    ids=["top-k", "top-p", "both"],
+    [
+        {"top_k": 4},
+        {"top_p": 0.6},
+        {"top_k": 9, "top_p": 0.8, "temperature": 1.3},
+        {"bad_words": ("1", "2", "3")},
+        {"bad_words": ("4",), "top_k": 9, "temperature": 0.8},
+    ],
+    ids=["top-k", "top-p", "both", "words", "words-top-k"],
 )
 async def test_filtered_log_probabilities_are_the_trainer_s(
     engine: Any, tiny_model: Path, sampling: dict[str, Any]
 ) -> None:
     policy = PolicyModel(Config.model_validate({"policy": {"model_name": str(tiny_model), "precision": "float32"}}))
-    warper = LogitsWarper(**{"temperature": 1.0, **sampling})
+    words = {"bad_words": list(sampling.get("bad_words", ()))}
+    settings = Config.model_validate({"policy": {"model_name": str(tiny_model), "generation": words}})
+    excluded = ModelTokens.load(settings, engine.renderer.get_tokenizer()).excluded
+    filtered = {key: value for key, value in sampling.items() if key != "bad_words"}
+    warper = LogitsWarper(**{"temperature": 1.0, **filtered}, excluded=excluded)
     for index in range(4):
         it = await generate(engine, lease(**sampling), index, "me")
+        assert not {*excluded} & {*it.completion_token_ids.tolist()}
         packed = pack([it], (((0,),),), Packing(mode="padded", paths=1, tokens=None))
         with torch.no_grad():
             found = policy.forward(packed, warper)

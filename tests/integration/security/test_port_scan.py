@@ -36,7 +36,7 @@ reward: {{port: 0, http_port: 0, workers: 1}}
 
 SERVICES = {
     "rollout": "idle_rollout",
-    "trainer": "paged_trainer",
+    "trainer": "served_trainer",
     "reward": "looked_up_reward",
     "agents": "looked_up_agents",
 }

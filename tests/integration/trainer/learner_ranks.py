@@ -61,6 +61,7 @@ TOKEN_COLUMNS = (
     "entropies",
     "token_losses",
     "token_loss_gradients",
+    "token_value_losses",
 )
 
 

@@ -102,6 +102,15 @@ def test_transformers_loads_the_policy_and_its_tokenizer(tiny_model: Path, tmp_p
     assert tokenizer.apply_chat_template(messages) == learner.tokenizer.apply_chat_template(messages)
 
 
+def test_the_runs_own_chat_template_asks_and_stays_in_the_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}<asst>"
+    learner = Learner(config(tiny_model, policy={"tokenizer": {"chat_template": template}}))
+    learner.snapshot()(tmp_path)
+    for tokenizer in (learner.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "policy")):
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "1+2"}], return_dict=False)
+        assert tokenizer.decode(ids) == "1+2<asst>"
+
+
 def copied(model: Path, folder: Path) -> Path:
     return Path(shutil.copytree(model, folder))
 

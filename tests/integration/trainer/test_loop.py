@@ -20,7 +20,8 @@ from headrace.replay import Limits, ReplayClient, Replica
 from headrace.replay.connection import open_redis
 from headrace.run import now
 from headrace.run.evaluation import report
-from headrace.run.group_history import GroupHistory, GroupQuery
+from headrace.run.group_history import GroupHistory
+from headrace.run.group_query import GroupQuery
 from headrace.run.metric_names import unknown
 from headrace.run.samples import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason

@@ -195,9 +195,11 @@ def test_logits_of_a_chunk_alone_are_held(models: dict[str, Path]) -> None:
     assert not [shape for shape in held if shape[-1:] == (20,) and shape[0] != 20]
 
 
-def naive_filter(logits: np.ndarray, top_k: int | None, top_p: float) -> np.ndarray:
-    """Ids that may be sampled: the largest `top_k`, and of them, largest first, until their probability is `top_p`."""
-    order = np.argsort(-logits)[:top_k]
+def naive_filter(logits: np.ndarray, warper: LogitsWarper) -> np.ndarray:
+    """Ids that may be sampled: of those not `excluded` the largest `top_k`, and of them, largest first, until their probability is
+    `top_p`."""
+    top_k, top_p = warper.top_k, warper.top_p
+    order = np.array([token for token in np.argsort(-logits) if token not in warper.excluded])[:top_k]
     share = np.exp(logits[order] - logits[order].max())
     reached = np.cumsum(share / share.sum())
     return order[: int(np.searchsorted(reached, top_p - 1e-12)) + 1]
@@ -205,7 +207,15 @@ def naive_filter(logits: np.ndarray, top_k: int | None, top_p: float) -> np.ndar
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize(
-    "warper", [LogitsWarper(0.7, top_k=6), LogitsWarper(1.0, top_p=0.7), LogitsWarper(1.5, top_k=9, top_p=0.9)], ids=str
+    "warper",
+    [
+        LogitsWarper(0.7, top_k=6),
+        LogitsWarper(1.0, top_p=0.7),
+        LogitsWarper(1.5, top_k=9, top_p=0.9),
+        LogitsWarper(excluded=(3, 5, 8, 11, 12)),
+        LogitsWarper(1.5, top_k=9, top_p=0.95, excluded=(3, 5)),
+    ],
+    ids=str,
 )
 def test_filtered_values_and_gradients_are_those_of_the_formula(
     models: dict[str, Path], warper: LogitsWarper, chunk: int | None
@@ -221,7 +231,7 @@ def test_filtered_values_and_gradients_are_those_of_the_formula(
         places = one.prompt_token_ids.size + np.flatnonzero(one.loss_mask)
         for place, weight, value in zip(places, weights, ours, strict=True):
             x, target = logits[place - 1], int(ids[place])
-            among = naive_filter(x.detach().numpy(), warper.top_k, warper.top_p)
+            among = naive_filter(x.detach().numpy(), warper)
             if target not in among:
                 outside += 1
                 assert value == -np.inf

@@ -33,11 +33,16 @@ SPLIT = {"train_micro_batch_size": 2, "train_global_batch_size": 4}
 
 
 def add_up(given: Batch, metrics: dict[str, float]) -> None:
-    """The law: the losses of all tokens of the step are the reported loss."""
+    """The law: the losses of all tokens of the step are the reported loss, of the policy and of the value model."""
     assert given.token_losses is not None
     total = float(np.nansum(given.token_losses.astype(np.float64)))
     assert total == pytest.approx(metrics["loss"], abs=1e-6)
     assert total != 0
+    if "critic/loss" in metrics:
+        assert given.token_value_losses is not None
+        of_values = float(np.nansum(given.token_value_losses.astype(np.float64)))
+        assert of_values == pytest.approx(metrics["critic/loss"], abs=1e-6)
+        assert of_values > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from headrace.base.errors import ServiceError
-from headrace.config import Config
 from headrace.config.services import WeightChannelConfig
 from headrace.replay import Limits, ReplayClient
 from headrace_services.refit.backends import MOST_LOST
-from headrace_services.refit.channel import Channel
 from headrace_services.refit.rendezvous import Rendezvous
-from headrace_services.refit.sender import RefitReport, WeightSender
 from tests.support.buffer import tighten
-from tests.support.nccl_stand_in import Group, OnGpu, keep_up
+from tests.support.nccl_stand_in import GpuTrainer, Nccl, OnGpu, keep_up
 from tests.support.small_replica import installed, running
-from tests.support.source_model import SourceModel
 
 TIMELINE = "timeline-1"
 CPU = torch.device("cpu")
@@ -34,66 +27,16 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(120)
 
 
-class Nccl:
-    """`fails`: what connecting does where it does not succeed, by backend and whether it is the trainer that connects."""
-
-    def __init__(self) -> None:
-        self.fails: dict[tuple[str, bool], Callable[[], None]] = {}
-        self.tried: list[str] = []  # the backend of each group that the trainer made
-        self.over = threading.Event()
-
-    def hang(self) -> None:
-        self.over.wait(60)
-
-    def refuse(self) -> None:
-        raise RuntimeError("NCCL Error 7: in progress")
-
-    def make(self, own: Callable[[Channel, float], Any], channel: Channel, seconds: float) -> Any:
-        """A group of the channel's backend; `own` makes one of gloo."""
-        place = channel.membership
-        if not place.rank:
-            self.tried.append(place.backend)
-        if place.backend == "gloo":
-            return own(channel, seconds)
-        if fails := self.fails.get((place.backend, not place.rank)):
-            return Group(fails, None)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        carrier = dist.ProcessGroupGloo(channel._store, place.rank, place.world_size, options)
-        return Group(lambda: None, carrier)
-
-
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nccl]:
-    nccl = Nccl()
-    own = Channel._process_group
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(Channel, "_process_group", lambda channel, seconds: nccl.make(own, channel, seconds))
-    yield nccl
-    nccl.over.set()
-
-
-class Run:
+class Run(GpuTrainer):
     def __init__(self, replay: ReplayClient, model: Path, backend: str) -> None:
-        self.model = model
-        given = {"backend": backend}
-        self.replay, self.source = replay, SourceModel(model)
-        self.sender = WeightSender(
-            Config.model_validate({"weight_channel": given, "policy": {"precision": "float32"}}), replay
-        )
-        self.sender._gpu, self.sender._uuids = CPU, ["GPU-a"]
+        super().__init__(replay, model, TIMELINE, backend=backend)
         self.replica = OnGpu(replay, model)
-
-    async def refit(self, version: int) -> RefitReport:
-        probe = self.source.probe_ids
-        return await self.sender.refit(version, TIMELINE, self.source, probe, self.source.logprobs(probe))
 
     @contextlib.asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
         await self.replay.rewind(0, TIMELINE)
         async with running(self.replica.run()):
-            while not await self.replay.replicas():
-                await self.replay.wait_epoch(0.1)
+            await self.see(1)
             yield
         await self.sender.aclose()
 
@@ -197,6 +140,7 @@ async def test_a_replica_that_nccl_kills_each_time_gets_the_weights_by_gloo(
             await replay.wait_epoch(0.2)
             if any(replica.takes_part for replica in await replay.replicas()):
                 report = await run.refit(0)
+    nccl.over.set()
     await run.sender.aclose()
     assert (report.given_up, nccl.tried) == (("nccl-blocking",), ["nccl-blocking"] * MOST_LOST + ["gloo"])
     assert deaths[:MOST_LOST] == [-signal.SIGKILL] * MOST_LOST

@@ -8,12 +8,10 @@ from pathlib import Path
 import torch
 
 from headrace.base.errors import WeightChannelError
-from headrace.config import Config
 from headrace.replay import ReplayClient
 from headrace_services.refit.rendezvous import Rendezvous
-from headrace_services.refit.sender import RefitReport, WeightSender
 from tests.support.small_replica import SmallReplica, running
-from tests.support.source_model import SourceModel
+from tests.support.weight_trainer import Trainer
 
 TIMELINE = "timeline-1"
 
@@ -34,25 +32,12 @@ class Counting(SmallReplica):
         super().load(weights)
 
 
-class Trainer:
-    def __init__(self, replay: ReplayClient, model: Path) -> None:
-        self._replay, self._source = replay, SourceModel(model)
-        self.sender = WeightSender(Config.model_validate({"weight_channel": {"timeout_s": 60.0}}), replay)
-
-    async def refit(self, version: int) -> RefitReport:
-        probe = self._source.probe_ids
-        return await self.sender.refit(version, TIMELINE, self._source, probe, self._source.logprobs(probe))
-
-    async def see(self, count: int) -> None:
-        while len(await self._replay.replicas()) < count:
-            await self._replay.wait_epoch(0.1)
-
-    async def states(self) -> set[tuple[str, int]]:
-        return {(replica.state, replica.version) for replica in await self._replay.replicas()}
+async def states(replay: ReplayClient) -> set[tuple[str, int]]:
+    return {(replica.state, replica.version) for replica in await replay.replicas()}
 
 
 async def test_joins_cost_one_model_each(replay: ReplayClient, tiny_model: Path) -> None:
-    trainer = Trainer(replay, tiny_model)
+    trainer = Trainer(replay, tiny_model, TIMELINE)
     await replay.rewind(0, TIMELINE)
     fleet = [Counting(replay, tiny_model) for _ in range(5)]
     async with running(*(replica.run() for replica in fleet[:2])):
@@ -65,7 +50,7 @@ async def test_joins_cost_one_model_each(replay: ReplayClient, tiny_model: Path)
                 await trainer.see(count)
                 report = await trainer.refit(0)
                 assert (report.members, report.verified, report.attempts) == ((late.id,), (late.id,), 1)
-                assert await trainer.states() == {("HEALTHY", 0)}
+                assert await states(replay) == {("HEALTHY", 0)}
             assert [replica.received for replica in fleet] == [[report.nbytes]] * 5
             report = await trainer.refit(1)
             assert len(report.verified) == 5
@@ -82,7 +67,7 @@ async def test_joins_cost_one_model_each(replay: ReplayClient, tiny_model: Path)
 
 
 async def test_another_attempt_asks_only_who_lacks_the_weights(replay: ReplayClient, tiny_model: Path) -> None:
-    trainer = Trainer(replay, tiny_model)
+    trainer = Trainer(replay, tiny_model, TIMELINE)
     await replay.rewind(0, TIMELINE)
     good, torn = Counting(replay, tiny_model), Counting(replay, tiny_model)
     async with running(good.run(), torn.run()):

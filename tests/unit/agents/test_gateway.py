@@ -199,6 +199,7 @@ async def test_options_of_sampling_are_imposed_and_what_was_asked_is_kept() -> N
     assert (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, None)
     assert request.seed != 5
     assert request.stop == ("z",)
+    assert request.sampling.bad_words == ("@",)
     assert request.max_new_tokens == 7
     assert opened.episode.imposed == {"temperature": [0.0], "top_p": [0.5], "presence_penalty": [1.0], "seed": [5]}
 

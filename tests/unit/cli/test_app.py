@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
+from tests.support.command import refused
+from tests.support.page_runs import recorded_run
 
 
 @pytest.mark.parametrize(("given", "set_to"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
@@ -19,3 +23,56 @@ def test_waiting_threads_leave_the_cores_unless_told_otherwise(
         monkeypatch.delenv("OMP_WAIT_POLICY")
     CliRunner().invoke(app, ["config", "reference", "--help"])
     assert os.environ["OMP_WAIT_POLICY"] == set_to
+
+
+@pytest.mark.parametrize("command", [[], ["groups"], ["groups", "find"], ["up"]])
+def test_short_help_is_help(command: list[str]) -> None:
+    short, long = (CliRunner().invoke(app, [*command, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout.split()) == (0, ["headrace", importlib.metadata.version("headrace")])
+
+
+def test_a_shell_completes_commands() -> None:
+    words = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace gro", "COMP_CWORD": "1"}
+    done = CliRunner().invoke(app, [], env=words, prog_name="headrace")
+    assert "groups" in done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["groups", "find", "RUN", "1+1", "-n", "1"],
+        ["groups", "find", "-n", "1", "--state", "trained", "RUN", "1+1"],
+        ["groups", "find", "1+1", "--run", "RUN", "-n", "1"],
+        ["groups", "find", "--run=RUN", "1+1", "-n", "1"],
+        ["samples", "RUN", "-n", "1"],
+        ["samples", "-n", "1", "--run", "RUN"],
+        ["samples", "--run=RUN", "-n", "1"],
+    ],
+)
+def test_a_run_is_an_option_or_the_first_argument(command: list[str], tmp_path: Path) -> None:
+    run = str(recorded_run(tmp_path))
+    done = CliRunner().invoke(app, [word.replace("RUN", run) if "RUN" in word else word for word in command])
+    assert done.exit_code == 0, done.output
+    assert "1+1" in done.stdout
+
+
+def test_a_command_without_a_run_says_what_it_lacks(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["groups", "find"])
+    assert done.exit_code == 2
+    assert "--run" in done.output
+
+
+def test_an_unknown_run_names_those_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("adder", "multiplier"):
+        recorded_run(tmp_path / "runs", name)
+    for given in ("multiplyer", tmp_path / "runs" / "multiplyer"):
+        told = refused("samples", given)
+        assert "did you mean multiplier?" in told
+        assert "adder" in told
+    assert "did you mean" not in refused("samples", "entirely-different")

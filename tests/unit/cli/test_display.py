@@ -33,8 +33,8 @@ def run() -> RunSummary:
     return run
 
 
-def shown(renderable: object) -> str:
-    console = Console(file=io.StringIO(), width=120)
+def shown(renderable: object, width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
@@ -263,3 +263,21 @@ def test_a_run_that_goes_on_says_from_where_or_that_no_step_is_left(tmp_path: Pa
         checkpoint.mkdir(parents=True)
         (checkpoint / "state.json").write_text('{"timeline": "a"}')
         assert continues(config) == said
+
+
+def test_a_narrow_terminal_cuts_no_address_off() -> None:
+    narrow = run()
+    address = "https://a-machine-with-a-long-name.example.org:8396"
+    narrow.services = [ServiceLine("environment-exact", "restarting", 12, "waits for the buffer", address)]
+    text = shown(draw(narrow), 80)
+    assert "…" not in text
+    assert ":8396" in text
+
+
+def test_the_live_display_says_how_long_the_rest_takes() -> None:
+    timed = run()
+    assert "left" not in shown(draw(timed))
+    timed.add("4-0", "train", 4, {"timing/train/total_step_time": 10.0})
+    assert "about 4 min 10 s left" in shown(draw(timed))
+    timed.add("4-1", "train", 29, {"timing/train/total_step_time": 10.0})
+    assert " left" not in shown(draw(timed))

@@ -17,6 +17,7 @@ from headrace.base.addresses import LOOPBACK
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli import services
 from headrace.cli.app import app
+from headrace.cli.up import nothing_left
 from headrace.config import Config, load
 from headrace.launch import runs
 from headrace.net import rpc
@@ -341,3 +342,24 @@ def test_a_busy_port_says_which_run_has_it(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.close()
     assert runs.busy_ports(config) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "planned", "state", "left"),
+    [(4, 4, "finished", False), (4, 3, "finished", False), (4, 5, "finished", True), (4, 4, "stopped", True)],
+)
+def test_a_run_that_has_finished_is_not_started_for_nothing(
+    tmp_path: Path, steps: int, planned: int, state: str, left: bool
+) -> None:
+    folder = past_run(tmp_path, "adder", steps)
+    record = (folder / RECORD).read_text()
+    (folder / RECORD).write_text(record.replace("finished", state))
+    checkpoint = folder / "checkpoints" / f"step_{steps}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"timeline": "a"}')
+    config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}, "grpo": {"max_num_steps": planned}})
+    assert (nothing_left(config) is None) == left
+
+
+def test_a_run_that_was_never_started_has_everything_left(tmp_path: Path) -> None:
+    assert nothing_left(Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})) is None

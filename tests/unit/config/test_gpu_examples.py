@@ -46,6 +46,14 @@ def test_a_laptop_refuses_what_a_cluster_could_not_hold() -> None:
     assert "--gpus is 8" in headrace(*check, "79", "--gpus", "8").stderr
 
 
+@pytest.mark.parametrize("option", ["--gpus", "--gpus-per-host"])
+def test_a_number_of_gpus_without_their_memory_is_refused(option: str) -> None:
+    done = headrace("config", "check", EXAMPLES / "gpu_1_5b_1gpu.yaml", option, "4")
+    assert done.returncode != 0
+    for token in (f"{option} 4", "--gpu-memory"):
+        assert token in done.stderr
+
+
 @pytest.mark.parametrize(("name", "gpus"), [("gpu_1_5b_1gpu", 1), ("gpu_8b_8gpus", 8), ("gpu_32b_16gpus", 16)])
 def test_an_example_takes_as_many_gpus_as_it_says(name: str, gpus: int) -> None:
     config = load(EXAMPLES / f"{name}.yaml")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.explain import known_keys, nearest, pattern
 from headrace.config.other_names import NAMES
+from headrace.config.section import Section
 from headrace.config.yaml_text import dump
 
 BASE = """
@@ -171,6 +176,35 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
 # -- wrong types and combinations --------------------------------------------------------------------------------------
 
 
+def sections(annotation: Any) -> Iterator[type[Section]]:
+    """The sections that a value of this type has in it, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from sections(field.annotation)
+    for part in get_args(annotation):
+        yield from sections(part)
+
+
+def takes_infinity(section: type[Section], key: str) -> bool:
+    try:
+        section.model_validate({key: math.inf})
+    except ValidationError as error:
+        return not any(each["loc"][:1] == (key,) for each in error.errors())
+    return True
+
+
+def test_only_a_limit_that_may_be_off_can_be_infinite() -> None:
+    """No deadline, above all: a hang would last for ever."""
+    found = {
+        f"{section.__name__}.{key}"
+        for section in set(sections(Config))
+        for key in section.model_fields
+        if takes_infinity(section, key)
+    }
+    assert found == {"LossConfig.ratio_clip_max", "PolicyConfig.max_grad_norm", "ValueConfig.max_grad_norm"}
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -187,7 +221,9 @@ def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
         ('env={"my env": {type: math}, adder: {type: math}}', "letters, digits and ._-"),
         ("data.train.0.env_name=nobody", "env_name 'nobody'"),
-        ("trainer.collective_timeout_s=.inf", "trainer.collective_timeout_s: .inf should be less"),
+        ("trainer.collective_timeout_s=.inf", "trainer.collective_timeout_s: .inf "),
+        ("rollout.dead_after_s=.inf", "rollout.dead_after_s: .inf should be a finite number"),
+        ("env.adder.timeout_s=.nan", "env.adder.timeout_s: .nan should be a finite number"),
         ("env.other={}", "env.other: give `type`"),
         ("data.train.0.data_path=x", "data.train.0: dataset_name 'arithmetic' and data_path 'x'"),
     ],

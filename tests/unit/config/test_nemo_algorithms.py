@@ -210,6 +210,18 @@ def test_the_first_form_of_the_single_controller(tmp_path: Path) -> None:
     assert (ordered.algorithm.max_age, ordered.algorithm.asynchrony.staleness_policy) == (2, "ordered")
     over, _ = read(tmp_path, text.replace("OVER", "true"))
     assert (over.algorithm.max_age, over.algorithm.asynchrony.staleness_policy) == (2, "drop")
+    strict, _ = read(tmp_path, text.replace("OVER", "false, batch_selection_strategy: strict_on_policy"))
+    assert strict.algorithm.max_age == 0
+    window, _ = read(tmp_path, text.replace("OVER", "false, batch_selection_strategy: staleness_window"))
+    assert window.algorithm.max_age == 2
+
+
+def test_a_multiple_of_the_batch_without_dynamic_sampling(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, "grpo: {batch_multiplier: 3, use_dynamic_sampling: false}")
+    assert config == read(tmp_path)[0]
+    assert "grpo.batch_multiplier" in {key for keys in translation.replaced.values() for key in keys}
+    config, _ = read(tmp_path, "grpo: {batch_multiplier: 3, use_dynamic_sampling: true}")
+    assert config.algorithm.batch_multiplier == 3
 
 
 def test_async_rl_does_nothing_beside_async_grpo(tmp_path: Path) -> None:

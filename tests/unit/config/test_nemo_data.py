@@ -57,8 +57,8 @@ def test_processors_and_data_sets_of_ones_own(tmp_path: Path) -> None:
     assert (train.dataset_name, train.processor) == ("my.data.Questions", "mine.py:ask")
     (train,) = read(tmp_path, "data: {train: {processor: multichoice_qa_processor}}")[0].data.train
     assert train.processor == "multichoice_qa_processor"
-    (line,) = refusal(tmp_path, "data: {train: {processor: nemo_gym_data_processor}}")
-    assert "'nemo_gym_data_processor'" in line
+    (line,) = refusal(tmp_path, "data: {train: {processor: sft_processor}}")
+    assert "'sft_processor'" in line
     assert "name it as FILE.py:NAME" in line
 
 
@@ -163,6 +163,7 @@ def test_a_reward_model_is_the_built_in_one(tmp_path: Path) -> None:
     assert isinstance(env, RewardModelConfig)
     assert (env.model_name, env.precision) == ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "bfloat16")
     assert (env.batch_size, env.max_model_len) == (config.policy.train_micro_batch_size, 2048)
+    assert read(tmp_path, REWARD_MODEL, "env.reward_model.processor=helpsteer3_data_processor")[0] == config
     told = {key: says for says, keys in translation.replaced.items() for key in keys}
     assert "env.reward_model.device" in told["env.reward_model.dtensor_cfg.tensor_parallel_size"]
     for more, said in (

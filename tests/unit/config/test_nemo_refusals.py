@@ -29,6 +29,8 @@ MEGATRON = "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 8
         ("freeze_config.freeze_vision_projection", "true"),
         ("radio_force_cpe_eval_mode", "true"),
         ("train_iters", "1000"),
+        ("scheduler.override_opt_param_scheduler", "true"),
+        ("scheduler.use_checkpoint_opt_param_scheduler", "false"),
         ("fp8_cfg", "{enabled: false, fp8: e4m3, fp8_recipe: blockwise, fp8_param: true, force_clear_fp8_caches: true}"),
         ("fp4_cfg", "{enabled: false, fp4: e2m1, fp4_recipe: nvfp4, fp4_param: false}"),
         ("num_layers_at_end_in_bf16", "8"),
@@ -42,6 +44,40 @@ def test_what_changes_no_number_is_replaced(tmp_path: Path, key: str, value: str
         assert config == read(tmp_path, MEGATRON)[0]
     listed = {at for keys in translation.replaced.values() for at in keys}
     assert any(at.startswith(f"policy.megatron_cfg.{key}") for at in listed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("policy.sequence_packing.algorithm", "modified_ffd"),
+        ("policy.sequence_packing.algorithm", "CONCATENATIVE"),
+        ("policy.generation.vllm_kwargs.mamba_cache_mode", "align"),
+        ("telemetry", "{exporter: otlp, span_groups: all}"),
+        ("data_plane", "{enabled: true, impl: transfer_queue, backend: simple}"),
+        ("token_capture", "{enabled: true, staging_partition: staging}"),
+        ("rollout_recovery", "{default_granularity: sibling, task_granularity_overrides: {math: prompt_group}}"),
+    ],
+)
+def test_what_the_engine_and_the_services_do_themselves(tmp_path: Path, key: str, value: str) -> None:
+    assert read(tmp_path, "", f"{key}={value}")[0] == read(tmp_path)[0]
+
+
+def test_traces_are_switched_on_as_there(tmp_path: Path) -> None:
+    config, _ = read(tmp_path, "telemetry: {enabled: true, service_name: adder, span_groups: default}")
+    assert (config.telemetry.enabled, config.telemetry.service_name) == (True, "adder")
+
+
+def test_bad_words_are_ours(tmp_path: Path) -> None:
+    config, _ = read(tmp_path, "policy: {generation: {bad_words: ['<image>']}}")
+    assert config.policy.generation.bad_words == ["<image>"]
+    assert read(tmp_path, "policy: {generation: {bad_words: null}}")[0] == read(tmp_path)[0]
+
+
+def test_the_memory_of_the_kv_cache_is_passed_on(tmp_path: Path) -> None:
+    config, translation = read(tmp_path, "", "policy.generation.vllm_kwargs.kv_cache_memory_bytes=4294967296")
+    assert config.policy.generation.vllm_cfg.kv_cache_memory_bytes == 2**32
+    named = dict(translation.renamed)["policy.generation.vllm_kwargs.kv_cache_memory_bytes"]
+    assert named == "policy.generation.vllm_cfg.kv_cache_memory_bytes"
 
 
 AUTOMODEL = "policy.dtensor_cfg.automodel_kwargs"
@@ -226,16 +262,14 @@ def test_one_reason_is_one_line(tmp_path: Path) -> None:
 
 
 def test_one_value_that_cant_be_is_one_line(tmp_path: Path) -> None:
-    (line,) = refusal(
-        tmp_path, "", "data.train.dataset_name=NemoGymDataset", "data.validation={dataset_name: NemoGymDataset}"
-    )
-    assert line.startswith("data.train.dataset_name: 'NemoGymDataset' is not supported")
+    (line,) = refusal(tmp_path, "", "data.train.dataset_name=Unheard", "data.validation={dataset_name: Unheard}")
+    assert line.startswith("data.train.dataset_name: 'Unheard' is not supported")
     assert line.endswith(" (command line), and data.validation.dataset_name")
 
 
 def test_a_suggestion_is_like_the_name(tmp_path: Path) -> None:
-    (line,) = refusal(tmp_path, "", "policy.generation.vllm_cfg.enable_thinking=true")
-    assert line.endswith("did you mean policy.tokenizer.chat_template_kwargs?")
+    (line,) = refusal(tmp_path, "", "policy.generation.vllm_cfg.max_completion_length=3")
+    assert line.endswith("did you mean policy.generation.max_new_tokens?")
     (line,) = refusal(tmp_path, MEGATRON, "policy.megatron_cfg.moe_reuter_fusions=true")
     assert line.endswith("did you mean policy.megatron_cfg.moe_router_fusion?")
 

@@ -23,12 +23,14 @@ BEFORE_THE_FIRST_STEP = {
         "data.max_input_seq_length",
         "policy.max_total_sequence_length",
         "policy.tokenizer.name",
+        "policy.tokenizer.chat_template",
         "policy.tokenizer.chat_template_kwargs",
     },
     # no replica was verified with the initial weights; and what the model's configuration says, before that
     "services/trainer/control/fleet.py": {"policy.hf_config_overrides", "policy.precision"},
     "services/trainer/network/policy_model.py": {"policy.model_name"},
     "services/trainer/data/model_tokens.py": {
+        "policy.generation.bad_words",
         "policy.generation.max_new_tokens",
         "policy.generation.stop_token_ids",
         "policy.model_name",

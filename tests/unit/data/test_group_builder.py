@@ -86,6 +86,24 @@ def test_the_end_tokens_are_those_that_an_engine_stops_at(tmp_path: Path, ends: 
     assert (sampling.stop_token_ids, sampling.stop_strings) == (found, ("=",))
 
 
+def test_bad_words_are_tokens_that_neither_lane_samples(tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer()
+    config = Config.model_validate({"policy": {**model(tmp_path), "generation": {"bad_words": ["7", "+"]}}})
+    tokens = ModelTokens.load(config, tokenizer)
+    assert tokens.excluded == tuple(tokenizer.convert_tokens_to_ids(["7", "+"]))
+    made = GroupBuilder(config, tokenizer, tokens)
+    for group in (made.train_group(PROBLEM, 0, 0), made.validation_group(PROBLEM, 3, 2)):
+        assert Group.decode(group.encode()).sampling.bad_words == ("7", "+")
+
+
+@pytest.mark.parametrize("word", ["47", tiny.make_tokenizer().eos_token])
+def test_a_bad_word_that_cant_be_left_out_is_refused(tmp_path: Path, word: str) -> None:
+    """Of several tokens, or the end of an answer."""
+    config = Config.model_validate({"policy": {**model(tmp_path), "generation": {"bad_words": [word]}}})
+    with pytest.raises(ConfigError, match=r"^policy\.generation\.bad_words has "):
+        ModelTokens.load(config, tiny.make_tokenizer())
+
+
 def test_a_run_in_which_nothing_ends_an_answer_is_refused(tmp_path: Path) -> None:
     tokenizer, policy = tiny.make_tokenizer(), model(tmp_path, ends=[])
     tokenizer.eos_token = None

@@ -14,6 +14,7 @@ from headrace.page import system
 from headrace.page.run_files import RunFolder, RunJournal
 from headrace.page.server import build_app
 from headrace.page.system import read_logs
+from headrace.run.checkpoints import DAMAGE
 from headrace.run.history import RECORD
 from headrace.run.journal import JOURNAL, Journal, read_journal, surviving
 from tests.support.page_runs import recorded_run
@@ -78,6 +79,19 @@ def test_a_damaged_part_leaves_the_rest_of_a_group(tmp_path: Path, part: str) ->
     found = TestClient(build_app(tmp_path)).get("/api/runs/adder/groups/0-10").json()
     assert part.rpartition("/")[2] in found["problems"][0]
     assert len(found["trajectories"]) == 3
+
+
+def test_a_damaged_checkpoint_is_told_with_its_reason(tmp_path: Path) -> None:
+    aside = recorded_run(tmp_path) / "checkpoints" / "damaged-step_4-a"
+    aside.mkdir()
+    (aside / DAMAGE).write_text("model.safetensors is cut off")
+    client = TestClient(build_app(tmp_path))
+    (line,) = client.get("/api/runs/adder").json()["problems"]
+    assert str(aside) in line
+    assert "model.safetensors is cut off" in line
+    link_out(aside / DAMAGE)
+    (line,) = client.get("/api/runs/adder").json()["problems"]
+    assert "is a link" in line
 
 
 @pytest.mark.parametrize(

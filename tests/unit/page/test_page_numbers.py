@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import random
 
 import numpy as np
 import pytest
 
 from headrace.page.metric_series import thin_out
-from headrace.page.timeline import merge
+from headrace.page.timeline import Bars, show
 
 
 @pytest.mark.parametrize(("count", "points"), [(0, 5), (1, 5), (5, 5), (17, 5), (1000, 7), (10, 1)])
@@ -34,16 +34,23 @@ def test_extreme_values_have_means() -> None:
 
 
 def test_merged_lanes_cover_what_they_stand_for() -> None:
-    chance = random.Random(1)
-    bars = []
-    for number in range(500):
-        start = chance.uniform(0, 100)
-        about = {"version": None, "step": number % 2, "group": str(number), "index": 0, "text": "one"}
-        bars.append({"start": start, "end": start + chance.expovariate(5), "what": "scoring", **about})
-    merged = merge(bars, 0.0, 100.0, most=40)
+    chance = np.random.default_rng(1)
+    start = chance.uniform(0, 100, 500)
+    length = chance.exponential(0.2, 500)
+    number, none = np.arange(500), np.full(500, -1)
+    groups = [str(group) for group in number]
+    bars = Bars(start, start + length, number % 2, ("scoring", "waiting"), str, none, number % 2, number, none, groups)
+    merged = show(bars, 0.0, 100.0, most=40)
     assert len(merged) <= 40
     assert sum(bar.get("count", 1) for bar in merged) == 500
-    longest = max(bars, key=lambda bar: bar["end"] - bar["start"])
-    assert longest in merged
-    for bar in bars:
-        assert any(one["start"] <= bar["start"] and bar["end"] <= one["end"] for one in merged)
+    longest = int(length.argmax())
+    assert bars.show(longest) in merged
+    for place in number.tolist():
+        assert any(one["start"] <= start[place] and start[place] + length[place] <= one["end"] for one in merged)
+    several = [bar for bar in merged if bar.get("count", 1) > 1]
+    assert max(bar["end"] - bar["start"] for bar in several) <= 100 / 20 + length.max(), "its place is told"
+    assert merged == sorted(merged, key=lambda bar: (bar["start"], bar["end"]))
+    assert {bar["what"] for bar in several} == {"several"}
+    assert all(bar["step"] is None and bar["group"] is None and bar["version"] is None for bar in several)
+    one_kind = dataclasses.replace(bars, step=number * 0 + 7, what=number * 0)
+    assert {(bar["what"], bar["step"]) for bar in show(one_kind, 0.0, 100.0, most=40)} == {("scoring", 7)}

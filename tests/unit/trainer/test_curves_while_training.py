@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from matplotlib.figure import Figure
 
@@ -17,9 +16,7 @@ from headrace.cli import up
 from headrace.config import Config
 from headrace.run.history import CURVES, are_curves_old
 from headrace.run.journal import JOURNAL, Journal
-from headrace_services.trainer.distributed.liveness import Progress
 from headrace_services.trainer.telemetry import telemetry as module
-from headrace_services.trainer.telemetry.http import build_app
 from headrace_services.trainer.telemetry.plots import write_curves
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 
@@ -151,15 +148,9 @@ async def test_every_picture_is_drawn_on_one_thread(run: Run, monkeypatch: pytes
         drew.append(threading.get_ident())
         save(figure, *args, **kwargs)  # type: ignore[arg-type]
 
-    async def ready() -> str | None:
-        return None
-
     monkeypatch.setattr(Figure, "savefig", savefig)
-    app = build_app(run.config, ready, Progress())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://trainer") as client:
-        run.step()
-        for page in await asyncio.gather(*(client.get("/") for _ in range(4))):
-            assert page.status_code == 200
-        await run.telemetry.draw_end()
+    run.step()
+    await run.drawn()
+    await asyncio.gather(*(run.telemetry.draw_end() for _ in range(3)))
     assert len(drew) >= 4
     assert len({*drew}) == 1

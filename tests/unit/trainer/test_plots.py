@@ -100,10 +100,9 @@ def test_a_page_needs_nothing_from_elsewhere_and_shows_what_there_is() -> None:
 
 
 def test_a_run_without_a_step_has_a_page() -> None:
-    page = render([], "run", refresh_s=5)
+    page = render([], "run")
     parsed(page)
     assert "No step" in page
-    assert 'http-equiv="refresh" content="5"' in page
 
 
 def test_an_alarm_stands_above_the_curves() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import random
+import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace.base.errors import ServiceError
@@ -17,16 +22,18 @@ from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Evaluated
 from headrace.run.journal import JOURNAL, Journal
-from headrace.run.samples import COLUMNS, Kind, SampleFiles, make_sample
+from headrace.run.samples import COLUMNS, Kind, SampleFiles, by_group, failed_groups, make_sample
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.batch_samples import (
     as_markdown,
     choose,
     show,
     training_records,
+    write_groups,
 )
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from tests.support.buffer import make_group
+from tests.support.stored_samples import hostile_episode, hostile_sample
 
 PROMPT = make_group(
     0,
@@ -153,6 +160,50 @@ def test_of_each_kind_the_newest_files_stay(tmp_path: Path) -> None:
     ]
 
 
+@given(
+    written=st.lists(
+        st.tuples(st.sampled_from(["train", "val", "val_failed"]), st.integers(0, 4), st.integers(0, 3000)), max_size=14
+    ),
+    keep=st.one_of(st.none(), st.integers(1, 4)),
+    most=st.integers(0, 6000),
+)
+def test_samples_never_take_more_than_the_bound_and_a_step(
+    written: list[tuple[Kind, int, int]], keep: int | None, most: int
+) -> None:
+    """Law of `SampleFiles`: after every write the bound holds, or only the newest of each kind are left; what went first came first."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = SampleFiles(Path(folder), keep, most)
+        order: list[Path] = []  # those there are, the oldest first
+        for moment, (kind, step, size) in enumerate(written):
+            path = files.path(kind, step)
+            files.write(kind, step, [{"step": step, "noise": random.Random(moment).randbytes(size).hex()}])
+            os.utime(path, ns=(moment, moment))  # the clock of a file system is coarse
+            order = [each for each in order if each != path] + [path]
+            newest = {each.name.partition("_data")[0]: each for each in order}.values()
+            left = [each for each in order if each.exists()]
+            sizes = {each: each.stat().st_size for each in left}
+            assert set(newest) <= set(left)
+            assert sum(sizes.values()) <= max(most, sum(sizes[each] for each in newest))
+            assert {each.name for each in Path(folder).iterdir()} == {each.name for each in left}
+            if keep is None:
+                others = [each for each in order if each not in newest]
+                staying = [each for each in others if each in left]
+                assert staying == others[len(others) - len(staying) :], "the oldest go first"
+            order = left
+
+
+def test_the_oldest_samples_go_first_by_either_bound(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path, keep=5, most_bytes=600)
+    for step in range(4):
+        files.write("train", step, [{"noise": random.Random(step).randbytes(100).hex()}])
+    assert files.steps("train") == [1, 2, 3]
+    assert "logger.keep_step_data_bytes=600" in files.say_removed("train")
+    files.keep = 1
+    files.write("train", 9, [{}])
+    assert files.steps("train") == [9]
+    assert "logger.keep_step_data=1" in files.say_removed("train")
+
+
 @pytest.mark.parametrize(("keep", "left"), [(0, 0), (None, 30)])
 def test_none_or_all_may_be_kept(tmp_path: Path, keep: int | None, left: int) -> None:
     files = SampleFiles(tmp_path, keep)
@@ -199,3 +250,30 @@ def test_a_block_shows_prompt_answer_and_reward_as_they_are() -> None:
     assert "\x1b[" in coloured.getvalue()
     assert "\x1b[" not in plain.getvalue()
     assert "    [bold]not markup[/bold]" in as_markdown([one])
+
+
+HOSTILE = "\x1b[2J</pre><script>x</script>\u202e&amp;\"'"
+SHOWN = "\\x1b[2J&lt;/pre&gt;&lt;script&gt;x&lt;/script&gt;\\u202e&amp;amp;&quot;&#x27;"
+MARKUP = ("<script", "\x1b", "\u202e", '&"')
+
+
+def test_an_episode_is_a_conversation_in_a_file_of_groups(tmp_path: Path) -> None:
+    write_groups(tmp_path / "groups.html", "tried", [], by_group([hostile_episode(HOSTILE)]))
+    page = (tmp_path / "groups.html").read_text()
+    heads = [f'<div class="note">call {number}' for number in ("0 (tokens 0-1", "1 continues call 0 (tokens 1-2")]
+    assert [page.count(head) for head in heads] == [1, 1]
+    said = [part.split("</pre>")[0] for part in page[page.index(heads[0]) :].split("<pre>")[1:]]
+    assert said.pop().startswith("<b>artifacts:</b> {&quot;")
+    # of each call: what the tool answered; what the program added, and what the policy answered, both with the call of a tool
+    of_call = [part.split(": ")[0] for part in said[: len(said) // 2]]
+    assert of_call == ["tool", SHOWN, f"{SHOWN} calls", SHOWN, f"{SHOWN} calls"]
+    assert [part.split(": ")[0] for part in said] == of_call * 2
+    assert not any(part in page for part in MARKUP)
+
+
+def test_what_others_wrote_is_no_markup_in_a_file_of_groups(tmp_path: Path) -> None:
+    failed = hostile_sample(HOSTILE, reward=None, reason=HOSTILE)
+    write_groups(tmp_path / "groups.html", HOSTILE, [HOSTILE], failed_groups([failed]))
+    page = (tmp_path / "groups.html").read_text()
+    assert page.count(SHOWN) == 13
+    assert not any(part in page for part in MARKUP)

@@ -34,6 +34,14 @@ def test_a_member_settles_by_verifying_refusing_or_dying() -> None:
     assert membership.find_unsettled(EPOCH, fleet(a="DEAD", b="STALE", c="STALE")) == {"c"}
 
 
+def test_who_has_less_than_others_is_late() -> None:
+    ranks = {"a": range(1, 3), "b": range(3, 5), "c": range(5, 7)}
+    assert membership.find_late([7, 7, 7, 6, 0, 7], ranks) == {"b": 6, "c": 0}  # as much as its slowest worker
+    assert membership.find_late([3] * 6, ranks) == {}
+    assert membership.find_late([0] * 6, ranks) == {}
+    assert membership.find_late([2, 5], {"a": range(1, 3)}) == {}  # there is no other
+
+
 def test_only_who_broke_the_transfer_is_at_fault() -> None:
     epoch = msgspec.structs.replace(EPOCH, refused={"a": "gone", "c": "no such parameter"}, interrupted=("a",))
     assert membership.at_fault(epoch) == {"c"}

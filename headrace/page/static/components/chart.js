@@ -364,6 +364,16 @@ function keyPressed(event, plot, { xs, shown, marks, time, status, onZoom, exten
   actions[event.key]();
 }
 
+/** Returns marks of which those at one place are one: all their signs, and the colour of the last. */
+const together = (marks) => {
+  const byPlace = new Map();
+  for (const mark of marks) {
+    const before = byPlace.get(mark.at)?.sign ?? "";
+    byPlace.set(mark.at, { ...mark, sign: before.includes(mark.sign) ? before : before + (mark.sign ?? "") });
+  }
+  return [...byPlace.values()];
+};
+
 function drawMarks(plot, marks) {
   const { ctx, bbox } = plot;
   const places = marks.map((mark) => ({ ...mark, at: plot.valToPos(mark.x, "x", true) }));
@@ -375,7 +385,7 @@ function drawMarks(plot, marks) {
   // many marks must not hide the curves
   ctx.globalAlpha = inside.length * 2 * room > bbox.width ? 0.35 : 1;
   let free = Number.NEGATIVE_INFINITY;
-  for (const { at, colour, sign } of inside) {
+  for (const { at, colour, sign } of together(inside)) {
     ctx.strokeStyle = styleOf(colour ?? "--mark");
     ctx.fillStyle = ctx.strokeStyle;
     ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
@@ -385,7 +395,7 @@ function drawMarks(plot, marks) {
     ctx.stroke();
     if (!sign || at < free) continue;
     ctx.fillText(sign, at, bbox.top - 2 * devicePixelRatio);
-    free = at + room;
+    free = at + room * Math.max(1, sign.length * 0.7);
   }
   ctx.restore();
 }

@@ -45,6 +45,7 @@ const COLUMNS = {
   ],
   mask_reasons: ["reason of the mask", "why a token doesn't count", { names: MASK_REASONS, plain: 0 }],
   entropies: ["entropy", "of the policy at the token", {}],
+  token_value_losses: ["value loss of the token", "its share of the value model's loss", {}],
   values: ["value", "the value model's prediction", {}],
   returns: ["return", "the value model's target", {}],
 };

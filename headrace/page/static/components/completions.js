@@ -47,12 +47,6 @@ export function reasons(same) {
   return [...found.values()];
 }
 
-/** Why a completion has no text here, by the group's state. */
-const noText = (state) =>
-  ["trained", "evaluated"].includes(state)
-    ? "Its text is no longer kept: the samples of its step were deleted (logger.keep_step_data)."
-    : `Its text is not kept: samples are written of groups that were trained, evaluated or failed, and this one is ${state}.`;
-
 /** Returns the scale of each number of a group's completions, by its name: they are compared with one another. */
 export function scalesOf(trajectories) {
   const reach = Math.max(...trajectories.map((each) => Math.abs(each.advantage ?? 0)), 1e-9);
@@ -92,7 +86,7 @@ function Facts({ trajectory, scales }) {
 }
 
 /** One completion, or several equal ones. `chosen` is "A" or "B" where it is compared; `choose(index)` takes it for that. */
-export function Completion({ run, group, same, scales, chosen, choose, state, isMany, isAlone }) {
+export function Completion({ run, group, same, scales, chosen, choose, unkept, isMany, isAlone }) {
   const [first] = same;
   const indices = same.map((each) => each.index);
   return html`<article class=${`completion ${chosen ? "chosen" : ""}`} aria-label=${`Completion ${indices.join(", ")}`}>
@@ -109,7 +103,7 @@ export function Completion({ run, group, same, scales, chosen, choose, state, is
     </header>
     <${Facts} trajectory=${first} scales=${scales} />
     ${first.message && html`<p class="because">${visible(first.message)}</p>`}
-    ${first.kept && first.content !== null ? html`<${LongText} most=${isMany ? 4000 : 20_000}>${first.content || " "}<//>` : html`<p class="empty">${noText(state)}</p>`}
+    ${first.kept && first.content !== null ? html`<${LongText} most=${isMany ? 4000 : 20_000}>${first.content || " "}<//>` : html`<p class="empty">Its text is not kept: ${visible(unkept)}.</p>`}
     ${reasons(same).map(({ metadata, of }) => html`<${Fold} key=${of[0]} open=${!isMany} label=${`metadata of the score${of.length < same.length ? ` of #${of.join(", #")}` : ""}`}><${Values} value=${metadata} /><//>`)}
     <footer>
       ${first.kept ? html`<a href=${groupAddress(run, group, first.index)}>${first.calls > 1 ? `${first.calls} calls, tokens` : "tokens"} →</a>` : html`<span></span>`}

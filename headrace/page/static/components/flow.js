@@ -21,12 +21,9 @@ export const ENDS = [
   ["unused", "left over at the end of the run"],
 ];
 
-/** A rate as people read it: "2.8/s", "36/min", "12/h"; "" if nobody knows. */
-export function rate(perSecond) {
-  if (perSecond === null || perSecond === undefined) return "";
-  if (perSecond >= 1 || perSecond === 0) return `${number(perSecond)}/s`;
-  return perSecond * 60 >= 1 ? `${number(perSecond * 60)}/min` : `${number(perSecond * 3600)}/h`;
-}
+/** A rate as people read it: groups a minute, in one unit so that the arrows can be compared; "" if nobody knows. */
+export const rate = (perSecond) =>
+  perSecond === null || perSecond === undefined ? "" : `${number(perSecond * 60)}/min`;
 
 const few = (names) => `${names.slice(0, 2).join(", ")}${names.length > 2 ? ` and ${names.length - 2} more` : ""}`;
 
@@ -71,16 +68,17 @@ const Box = ({ run, state, value, title, tone = "" }) =>
     <b>${count(value)}</b><span>${state}</span>
   </a>`;
 
-/** The flow as boxes, which lead to their groups. `counts` and `perSecond` are by state. */
-export function Flow({ run, counts, perSecond = {}, now, secondsPerStep }) {
+/** The flow as boxes, which lead to their groups. `counts` and `perSecond` are by state, the latter of the `window` in words. */
+export function Flow({ run, counts, perSecond = {}, window, now, secondsPerStep }) {
+  const title = `Groups that come here a minute, ${window}`;
   const above = services(now, secondsPerStep);
   return html`<div class=${`flow ${above.length ? "live" : ""}`} role="group" aria-label="Flow of groups">
-    ${STAGES.map(([state, how, title]) => {
+    ${STAGES.map(([state, how, about]) => {
       const service = above.find(({ stage }) => stage === state);
       return html`<div class="stage" key=${state}>
         <div class=${`service ${service?.tone ?? ""}`}>${service && html`<b>${service.who}</b><span>${visible(service.what)}</span>`}</div>
-        <div class="arrow"><span>${how}</span><i aria-hidden="true"></i><span class="rate">${rate(perSecond[state])}</span></div>
-        <${Box} ...${{ run, state, title, value: counts[state], tone: state === "trained" ? "good" : "" }} />
+        <div class="arrow"><span>${how}</span><i aria-hidden="true"></i><span class="rate" title=${title}>${rate(perSecond[state])}</span></div>
+        <${Box} ...${{ run, state, title: about, value: counts[state], tone: state === "trained" ? "good" : "" }} />
       </div>`;
     })}
     <div class="ends" role="group" aria-label="Other ends">
@@ -88,7 +86,7 @@ export function Flow({ run, counts, perSecond = {}, now, secondsPerStep }) {
         ([state, why]) => html`<div class="end" key=${state}>
           <i aria-hidden="true"></i>
           <${Box} ...${{ run, state, title: why, value: counts[state], tone: state === "failed" && counts[state] ? "bad" : "quiet" }} />
-          <span class="faint">${why} <span class="rate">${rate(perSecond[state])}</span></span>
+          <span class="faint">${why} <span class="rate" title=${title}>${rate(perSecond[state])}</span></span>
         </div>`,
       )}
     </div>

@@ -347,7 +347,7 @@ export function LaneCanvas({ lanes, range, whole, focus, onRange, onFocus, onOpe
       style=${{ height: `${height}px` }}>
       <div style=${{ height: `${height}px` }}><canvas ref=${canvas} style=${{ height: `min(${height}px, 100%)` }} ...${handlers}></canvas></div>
     </div>
-    ${hovered && html`<div class="lane-tip" style=${{ left: px(hover.left), right: px(hover.right), top: px(hover.top) }}>${visible(describe(lanes[hover.lane], hovered))}</div>`}
+    ${hovered && html`<div class="tip" style=${{ left: px(hover.left), right: px(hover.right), top: px(hover.top) }}>${visible(describe(lanes[hover.lane], hovered))}</div>`}
   </div>`;
 }
 

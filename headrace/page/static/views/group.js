@@ -130,7 +130,7 @@ function Completions({ run, group, query }) {
       </div>
       ${chosen.length > 0 && html`<${Comparison} all=${all} chosen=${chosen} clear=${() => setQuery(query, { compare: null })} />`}
       <div class=${`completions ${isMany ? "many" : ""}`}>
-        ${shown.map((same) => html`<${Completion} key=${same[0].index} run=${run} group=${group.id} same=${same} scales=${scales} chosen=${letter(same)} choose=${choose} state=${group.state} isMany=${isMany} isAlone=${all.length === 1} />`)}
+        ${shown.map((same) => html`<${Completion} key=${same[0].index} run=${run} group=${group.id} same=${same} scales=${scales} chosen=${letter(same)} choose=${choose} unkept=${group.unkept} isMany=${isMany} isAlone=${all.length === 1} />`)}
       </div>
     <//>
   `;

@@ -5,6 +5,7 @@ import { useData } from "../api.js";
 import { Choice, Empty, Failure, Fold, Loaded } from "../components/basics.js";
 import { Chart, colourOf, dashesOf } from "../components/chart.js";
 import { align, smooth } from "../components/curves.js";
+import { Problems } from "../components/problems.js";
 import { InView, useReader, useSeries } from "../components/series.js";
 import { count, visible } from "../format.js";
 import { html, useMemo } from "../vendor/preact.js";
@@ -128,7 +129,7 @@ function Found({ run, query, data }) {
   );
   const shared = { runs: [run], reader, marks, range, extent: data.steps, chosen };
   return html`
-    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error} found=${found}><${Marks} marks=${data.marks} /><//>
+    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error} found=${found}><${Marks} marks=${data.marks} /><${Problems} of=${data} /><//>
     ${!found.length && html`<${Empty}>${data.names.length ? "No metric matches the search." : "This run has no metrics yet: its first step is not done."}<//>`}
     ${found.map((each) => html`<${Section} key=${each.section} ...${each} shared=${shared} />`)}
   `;

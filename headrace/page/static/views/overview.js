@@ -14,6 +14,8 @@ const WINDOWS = [
   ["10", "last 10 steps"],
   ["all", "whole run"],
 ];
+const windowText = (window) => WINDOWS.find(([name]) => name === window)[1];
+
 /** Rows of a table here; System has all. */
 const FEW = 8;
 
@@ -97,8 +99,8 @@ function Known({ run, query, window, data, lost }) {
     </div>
     <${Trouble} run=${data.run} problems=${data.problems ?? []} />
     <${Facts} run=${run} data=${data} />
-    <${Card} title="Groups" tools=${html`<a href=${address(run, "prompts")}>All groups</a>`}>
-      <${Flow} run=${run} counts=${flow.counts} perSecond=${flow.per_s} now=${live} secondsPerStep=${data.run.seconds_per_step} />
+    <${Card} title=${`Groups, and how many a minute in the ${windowText(window)}`} tools=${html`<a href=${address(run, "prompts")}>All groups</a>`}>
+      <${Flow} run=${run} counts=${flow.counts} perSecond=${flow.per_s} window=${windowText(window)} now=${live} secondsPerStep=${data.run.seconds_per_step} />
       <${Waits} now=${live} />
     <//>
     <div class="columns">
@@ -176,7 +178,7 @@ function Waits({ now }) {
 const TONES = { error: "bad", warning: "warn", info: "calm" };
 
 function Findings({ run, findings, window }) {
-  const title = `Findings, ${WINDOWS.find(([name]) => name === window)[1]}`;
+  const title = `Findings, ${windowText(window)}`;
   if (!findings?.length) return html`<${Card} title=${title}><${Empty}>Nothing stands out.<//><//>`;
   return html`<${Card} title=${title}>
     <ul class="findings">
@@ -214,7 +216,7 @@ function Time({ run, parts, steps, window }) {
     [known],
   );
   if (!parts.length) return html`<${Card} title="Time"><${Empty}>No step is done yet.<//><//>`;
-  return html`<${Card} title=${`Time of a step, ${WINDOWS.find(([name]) => name === window)[1]}`}>
+  return html`<${Card} title=${`Time of a step, ${windowText(window)}`}>
     <div class="shares" role="img" aria-label=${spent.map(({ name, share }) => `${name} ${percent(share)}`).join(", ")}>
       ${spent.map(({ name, share, colour }) => share > 0 && html`<i key=${name} title=${`${name}: ${percent(share)}`} style=${{ flexGrow: share, background: `var(${colour})` }}></i>`)}
     </div>

@@ -39,10 +39,8 @@ export function rangeOfStep(lanes, step) {
 }
 
 export function Timeline({ run, query }) {
-  const about = useData(apiPath(run));
-  const every = about.data?.run.state === "running" ? 30 : 0;
-  // Asked for only once it is known how often: the whole of a long run is megabytes.
-  const answer = useData(about.data || about.error ? apiPath(run, "timeline") : null, {}, { every });
+  // The whole of a long run is megabytes.
+  const answer = useData(apiPath(run, "timeline"), {}, { every: ({ running }) => (running ? 30 : 0) });
   return html`<${Loaded} answer=${answer}>
     ${(data) => {
       if (!data.lanes.some((lane) => lane.bars.length))

@@ -124,7 +124,7 @@ function Body({ tokens, query }) {
         <${Selected} store=${store} at=${at} column=${column} />
         <${GoTo} total=${store.total} select=${select} />
       <//>
-      <aside>
+      <aside class="pile">
         <${Inspector} store=${store} at=${at} hovered=${hovered} arrived=${arrived} />
         <${Top} tokens=${tokens} column=${column} select=${select} at=${at} />
       </aside>

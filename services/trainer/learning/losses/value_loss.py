@@ -16,11 +16,14 @@ from torch import Tensor
 
 from headrace.config.loss import ValueLossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
-from headrace_services.trainer.learning.losses.terms import LossParts, extremes, token_weights, weighted_sum
+from headrace_services.trainer.learning.losses.terms import LossParts, extremes, token_weights, weighted, weighted_sum
 
 
-def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> LossParts:
-    """Compute the loss of a micro-batch and its metrics, as shares of those of the mini-batch with these `counts`.
+def value_loss(
+    config: ValueLossConfig, values: Tensor, tokens: MicroBatch, counts: GlobalCounts, *, columns: bool = False
+) -> LossParts:
+    """Compute the loss of a micro-batch and its metrics, as shares of those of the mini-batch with these `counts`; and with `columns`, the
+    `token_value_losses`, which add up to the loss.
 
     `values` [N] float32, with a gradient, are the model's current ones. Those at the start of the step, and the returns, are columns of
     `tokens`. All are ignored on tokens that don't count. `vf_clipfrac` is the share of tokens whose clipped error is the larger one.
@@ -38,7 +41,8 @@ def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, coun
         bounded_error = (bounded - returns).square()
         clipped = bounded_error > error
         largest = torch.where(clipped, bounded_error, error)
-    loss = config.scale / 2 * weighted_sum(largest, weights)
+    terms = weighted(largest, weights)
+    loss = config.scale / 2 * terms.sum()
     with torch.no_grad():
         means = {
             "vf_clipfrac": clipped,
@@ -49,7 +53,8 @@ def value_loss(config: ValueLossConfig, values: Tensor, tokens: MicroBatch, coun
         }
         sums = {"loss": loss.detach(), **{name: weighted_sum(x, weights) for name, x in means.items()}}
         low, high = extremes(values, counted)
-    return LossParts(loss, sums, {"values_min": low}, {"values_max": high})
+    found = {"token_value_losses": config.scale / 2 * terms.detach()} if columns else {}
+    return LossParts(loss, sums, {"values_min": low}, {"values_max": high}, found)
 
 
 def explained_variance(means: Mapping[str, float]) -> float:

@@ -1,0 +1,165 @@
+"""Makes a run that continues from a checkpoint of another one, under a name of its own.
+
+The fork has the checkpoint with the chain that led to it, the lineage and metrics of the steps before it, and what became of every prompt
+so far. It has no buffer: its trainer rebuilds one from the checkpoint's ledger, so it trains on none of the prompts again, and the two runs
+share nothing. Files that nobody writes to are linked rather than copied, where the file system can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.files import fsync
+from headrace.config import Config
+from headrace.config.yaml_text import dump_value, parse
+from headrace.run import checkpoints, group_files, prompt_counts
+from headrace.run.checkpoints import STATE, SUMS
+from headrace.run.folder import SAVED
+from headrace.run.history import RECORD, RunRecord
+from headrace.run.journal import JOURNAL, Line, read_journal, surviving
+from headrace.run.lineage import FOLDER, NAME, LineageFiles
+
+_TRIES = 3
+
+
+def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) -> None:
+    """Make `folder` the fork of the run of `config` at checkpoint `version`. Its id is the folder's name, and `keys` are further keys of
+    its configuration; None removes one.
+
+    Raises `ConfigError` if the checkpoint doesn't exist, or the folder does. Raises `ServiceError` if the folder can't be written; nothing
+    of it is left then.
+    """
+    there = checkpoints.find_published(config.checkpoint_folder)
+    if version not in there:
+        raise ConfigError(
+            f"{config.checkpoint_folder} has no checkpoint {version}; it has {', '.join(map(str, there)) or 'none'}. A run from the "
+            "initial model is not a fork: give its YAML to `headrace up`"
+        )
+    if folder.exists():
+        raise ConfigError(f"{folder} already exists; give another name")
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a fork that was killed
+    try:
+        unfinished.mkdir(parents=True, mode=0o700)
+        retries = _copy_checkpoint(config.checkpoint_folder, version, unfinished / "checkpoints", folder.name)
+        _write(unfinished / JOURNAL, b"".join(_journal(config, version, retries)))
+        _copy_groups(config.run_folder / group_files.FOLDER, unfinished / group_files.FOLDER)
+        if (config.run_folder / prompt_counts.FILE).exists():
+            shutil.copyfile(config.run_folder / prompt_counts.FILE, unfinished / prompt_counts.FILE)
+        now = time.time()
+        _write(unfinished / RECORD, msgspec.json.encode(RunRecord(now, "stopped", now)))
+        _write(unfinished / SAVED, _configuration(config, folder, keys).encode())
+        unfinished.rename(folder)
+        fsync(folder.parent)
+    except OSError as error:
+        raise ServiceError(f"can't write {folder} ({error}); free space there, or give another folder") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _copy_checkpoint(source: Path, version: int, target: Path, run_id: str) -> int:
+    """Copy the checkpoint, its chain and its lineage. Returns how many retries of failed groups it knows of."""
+    place = checkpoints.path_of(target, version)
+    shutil.copytree(checkpoints.path_of(source, version), place, copy_function=_link)
+    state = json.loads((place / STATE).read_bytes()) | {"run_id": run_id}
+    (place / STATE).unlink()  # the source's file stays as it is
+    data = json.dumps(state).encode()
+    _write(place / STATE, data)
+    if (place / SUMS).exists():
+        lines = (place / SUMS).read_text().splitlines()[:-1]  # that of the state is the last
+        (place / SUMS).unlink()
+        digest = hashlib.sha256(data).hexdigest()
+        _write(place / SUMS, "".join(f"{line}\n" for line in [*lines, f"{digest}  {STATE}"]).encode())
+    for start in checkpoints.in_effect(checkpoints.read_chain(source)):
+        if start.version < version:
+            checkpoints.append_start(target, start)
+    (target / FOLDER).mkdir()
+    for step, path in LineageFiles(source / FOLDER).files():
+        if step < version and NAME.fullmatch(path.name):
+            _link(path, target / FOLDER / path.name)
+    return state.get("retries") or 0
+
+
+def _journal(config: Config, version: int, retries: int) -> Iterator[bytes]:
+    """Yield the lines of the steps that led to the checkpoint, and of the retries that it knows of."""
+    lines = read_journal(config.run_folder / JOURNAL)
+    kept = {
+        id(line)
+        for line in surviving(lines)
+        if line.step < version or (line.kind, line.step) == ("validation", version)
+    }
+    known = {id(line) for line in [line for line in lines if line.kind == "retry"][:retries]}
+    yield from (_encode(line) for line in lines if id(line) in kept | known)
+
+
+def _encode(line: Line) -> bytes:
+    fields = {name: value for name, value in vars(line).items() if value or name not in ("orders", "builds")}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _copy_groups(source: Path, target: Path) -> None:
+    for tries in range(_TRIES):
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        try:
+            for file in group_files.list_files(source):
+                _link(file.path, target / file.name)
+        except FileNotFoundError:  # the trainer of the source has merged it with others meanwhile
+            if tries == _TRIES - 1:
+                raise
+        else:
+            return
+
+
+def _configuration(config: Config, folder: Path, keys: Mapping[str, Any]) -> str:
+    """Return the configuration that the run saved, for the fork."""
+    saved = config.run_folder / SAVED
+    values = parse(saved.read_text(encoding="utf-8"), str(saved))
+    started_in = values["run"].get("started_in")
+    own = {
+        "run.id": folder.name,
+        "run.dir": str(folder.absolute().parent),
+        # as seen from the fork's folder
+        "run.started_in": started_in
+        and os.path.relpath(
+            (config.run_folder.resolve() / started_in).resolve(), folder.absolute().parent.resolve() / folder.name
+        ),
+        # folders of the source
+        "checkpointing.checkpoint_dir": None,
+        "logger.log_dir": None,
+    }
+    for key, value in {**own, **keys}.items():
+        section, _, name = key.rpartition(".")
+        holder: Any = values
+        for part in section.split("."):
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        if isinstance(holder, dict):
+            holder.pop(name, None)
+            if value is not None:
+                holder[name] = value
+    return dump_value(values)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(data)
+    fsync(path)

@@ -1,0 +1,110 @@
+"""The file of an environment that a run serves, edited while it works."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headrace.base.errors import ConfigError
+from headrace.cli.display import LineDisplay
+from headrace.config import Config
+from headrace.launch import environment_processes
+from headrace.launch.pipeline import Pipeline
+from headrace.net import credentials
+
+MINE = """
+import headrace
+
+class Mine(headrace.Environment):
+    def score(self, sample: headrace.Sample) -> float:
+        return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, file: Path) -> Config:
+    tokens = tmp_path / credentials.FILE
+    config = Config.model_validate(
+        {
+            "run": {"id": "r", "dir": str(tmp_path)},
+            "data": {"train": {"dataset_name": "arithmetic", "env_name": "mine"}},
+            "env": {"mine": {"target": f"{file}:Mine", "port": 1}},
+            "security": {"credentials": str(tokens)},
+        }
+    )
+    credentials.complete(tokens, credentials.list_roles(config, redis=True))
+    return config
+
+
+def edit(file: Path, text: str) -> None:
+    file.write_text(text)
+    os.utime(file, ns=(1, 1))
+
+
+def changed_at(file: Path) -> int:
+    return file.stat().st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "signum"),
+    [
+        ("ready", MINE.replace("1.0", "0.5"), signal.SIGTERM),
+        ("ready", "import headrace\nimport no_such_package\n" + MINE, None),
+        ("ready", MINE + "    def", None),
+        # there is nothing to lose
+        ("not ready", MINE + "    def", signal.SIGKILL),
+    ],
+)
+async def test_a_change_is_loaded_and_one_that_can_not_be_is_told(
+    config: Config,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    text: str,
+    signum: int | None,
+) -> None:
+    console = Console(file=io.StringIO(), width=300)
+    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(console))
+    sent: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        pipeline.supervisor, "replace", lambda child, reason, by=signal.SIGKILL: sent.append((child.name, by))
+    )
+
+    async def answer(*_: object) -> tuple[int, str]:
+        return 200, '[{"name": "mine", "ready": %s}]' % ("true" if state == "ready" else "false")
+
+    monkeypatch.setattr(pipeline, "_ask", answer)
+    child = pipeline.children.environments["mine"]
+    child.pid, child.was_ready, child.source_time = 1, True, changed_at(file)
+    try:
+        await pipeline._look_at_environments(0.0)
+        assert sent == []
+        edit(file, text)
+        for _ in range(2):  # once for each change
+            await pipeline._look_at_environments(0.0)
+        assert sent == ([] if signum is None else [("environment-mine", signum)])
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert (said.count("can't be loaded") == 1) == (signum is None)
+    finally:
+        pipeline.supervisor.close()
+
+
+def test_what_an_environment_lacks_is_found_before_a_run(config: Config, file: Path) -> None:
+    environment_processes.check_loading(config)
+    file.write_text("import no_such_package\n" + MINE)
+    environment_processes.check(config)  # its text is right
+    with pytest.raises(ConfigError, match=r"env\.mine\.target (.|\n)*no_such_package"):
+        environment_processes.check_loading(config)
