@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from end_to_end_rewards import digits
+from end_to_end_rewards import digits  # type: ignore[import-not-found]  # it lies beside this file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 

@@ -419,9 +419,8 @@ def copy_functions(module: ast.Module, text: str, source: str, wanted: list[str]
                 if isinstance(statement, ast.ImportFrom)
                 else ast.Import([alias])
             )
-            if (statement.module if isinstance(statement, ast.ImportFrom) else alias.name or "").partition(".")[
-                0
-            ] == "trl":  # type: ignore[union-attr]
+            origin = (statement.module or "") if isinstance(statement, ast.ImportFrom) else alias.name
+            if origin.partition(".")[0] == "trl":
                 to_add.append(f"what replaces {name} of TRL, which the copied functions use")
             imports.append(ast.unparse(one))
         else:
