@@ -758,13 +758,13 @@ def _adapter(draft: Draft) -> None:
         value = draft.value(name, of_flag)
         draft.put(f"policy.lora_cfg.{key}", (of_flag if by_flag else of_peft) if value is None else value, name)
     draft.put(("policy", "lora_cfg", "init"), "uniform", says="as PEFT draws A")
-    modules, key = draft.value("target_modules"), ("policy", "lora_cfg", "target_modules")
+    modules, place = draft.value("target_modules"), ("policy", "lora_cfg", "target_modules")
     if isinstance(modules, list):
-        draft.put(key, modules, "target_modules")
+        draft.put(place, modules, "target_modules")
     elif modules == "all-linear":
-        draft.put(key, [], "target_modules")
+        draft.put(place, [], "target_modules")
     elif modules is None:
-        draft.put(key, ["q_proj", "v_proj"], says="PEFT's default for most models; [] is all linear layers")
+        draft.put(place, ["q_proj", "v_proj"], says="PEFT's default for most models; [] is all linear layers")
     else:
         draft.note("target_modules", "give a list of names: policy.lora_cfg.target_modules")
     if excluded := draft.value("exclude_modules", []):
