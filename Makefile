@@ -144,6 +144,7 @@ docs: $(STAMP)
 	$(PY) scripts/generate_metrics.py
 	$(PY) scripts/generate_dashboard.py
 	$(PY) scripts/generate_nemo_rl.py
+	$(PY) scripts/generate_migration.py
 
 # About twenty minutes of one core. `make test` makes 3,000 of these calls, `make test-all` 40,000.
 CALLS ?= 200000

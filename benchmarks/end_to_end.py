@@ -19,7 +19,6 @@ minute of the run, which is about the number of threads of compute where nothing
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -38,7 +37,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.processes import PROCESSES, Meter, process, run
+from benchmarks.end_to_end_rewards import TOKENS
+from benchmarks.processes import PROCESSES, Meter, run
 from headrace.config import Config, load, threads
 from headrace_services.trainer.data import PromptOrder, load_problems
 from headrace_services.trainer.demo_models import tiny
@@ -48,7 +48,7 @@ HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "arithmetic_tiny.yaml"
 DEMO = "demo"
 PEER = ("torch==2.13.0", "trl==1.16.*")
-PROMPTS, GENERATIONS, TOKENS = 8, 8, 64
+PROMPTS, GENERATIONS = 8, 8
 WARM_UP, LAST = 5, 5
 RUN_ID = "end-to-end"
 
@@ -69,18 +69,21 @@ SIZES = {"0.8M": Size(128, 4, 4, 344, (0.0, 0.01)), "10M": Size(384, 6, 6, 960, 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is run once with each: a file that `headrace up` takes, and KEY=VALUE. `port` is that of the environment of digits, which takes
-    `latency_s` for a sample; without one the environment is built in."""
+    """What is run once with each: a file that `headrace up` takes, and KEY=VALUE. The reward of digits takes `latency_s` for a sample; with
+    None the environment is built in."""
 
     name: str
     steps: int
     file: Path
     overrides: tuple[str, ...] = ()
     latency_s: float | None = None
-    port: int = 0
 
     def config(self) -> Config:
         return load(self.file, self.overrides, {})
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {} if self.latency_s is None else {"REWARD_LATENCY_S": str(self.latency_s)}
 
     @property
     def latency(self) -> str:
@@ -175,11 +178,10 @@ def jobs(folder: Path, size: str, steps: int, seed: int) -> Iterator[Job]:
         return
     make_model(model, SIZES[size])
     for latency_s in SIZES[size].latencies_s:
-        port = free_port()
         file = folder / f"{latency_s * 1000:.0f}ms" / "run.yaml"
         file.parent.mkdir()
-        file.write_text(yaml.safe_dump(digits_config(model, steps, seed, file.parent / "runs", port)))
-        yield Job(size, steps, file, latency_s=latency_s, port=port)
+        file.write_text(yaml.safe_dump(digits_config(model, steps, seed, file.parent / "runs")))
+        yield Job(size, steps, file, latency_s=latency_s)
 
 
 def make_model(directory: Path, size: Size) -> None:
@@ -236,7 +238,7 @@ def run_peer(job: Job, python: Path, peer_threads: int) -> Row:
         environ = {"OMP_NUM_THREADS": str(peer_threads), "OMP_WAIT_POLICY": "PASSIVE"}
         environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         words = [str(python), str(HERE / "end_to_end_peer.py"), file.name]
-        done = json.loads(run(words, os.environ | environ).splitlines()[-1])
+        done = json.loads(run(words, os.environ | environ | job.environ).splitlines()[-1])
     if len(done["rewards"]) != job.steps:
         raise SystemExit(f"TRL logged {len(done['rewards'])} of {job.steps} rewards")
     cpu_s = {"its one process": mean_step(done["cpu_s"])}
@@ -247,12 +249,10 @@ def run_peer(job: Job, python: Path, peer_threads: int) -> Row:
 def run_pipeline(job: Job) -> Row:
     config = job.config()
     journal = config.run_folder / "metrics.jsonl"
-    environment = [sys.executable, str(HERE / "end_to_end_environment.py"), str(job.port), str(job.latency_s)]
-    with contextlib.nullcontext() if job.latency_s is None else process(environment):
-        meter = Meter(journal, WARM_UP, job.steps - 1)
-        meter.start()
-        run([sys.executable, "-m", "headrace.cli", "up", str(job.file), *job.overrides], dict(os.environ))
-        load_average, cpu_s = psutil.getloadavg()[0], meter.a_step()
+    meter = Meter(journal, WARM_UP, job.steps - 1)
+    meter.start()
+    run([sys.executable, "-m", "headrace.cli", "up", str(job.file), *job.overrides], os.environ | job.environ)
+    load_average, cpu_s = psutil.getloadavg()[0], meter.a_step()
     lines = [line for line in map(json.loads, journal.read_text().splitlines()) if line["kind"] == "train"]
     metrics = [line["metrics"] for line in lines]
     spent = metrics[WARM_UP:]
@@ -270,7 +270,7 @@ def run_pipeline(job: Job) -> Row:
     return Row(job, "Headrace", f"{own.trainer} + {own.rollout}", step_s, rewards, cpu_s, load_average, where)
 
 
-def digits_config(model: Path, steps: int, seed: int, runs: Path, environment_port: int) -> dict[str, Any]:
+def digits_config(model: Path, steps: int, seed: int, runs: Path) -> dict[str, Any]:
     return {
         "run": {"id": RUN_ID, "dir": str(runs)},
         "grpo": {
@@ -296,7 +296,8 @@ def digits_config(model: Path, steps: int, seed: int, runs: Path, environment_po
             "train": {"dataset_name": "arithmetic", "size": 3 * PROMPTS * steps, "seed": 1},
             "default": {"env_name": "digits"},
         },
-        "env": {"digits": {"target": f"127.0.0.1:{environment_port}"}},
+        # as many samples in a call as are scored at a time otherwise
+        "env": {"digits": {"target": f"{HERE / 'end_to_end_rewards.py'}:digits", "max_batch_size": 4}},
         "replay": {"redis_port": free_port(), "port": 0},
         "reward": {"port": free_port()},
         "rollout": {"device": "cpu"},

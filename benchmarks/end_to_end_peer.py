@@ -3,7 +3,7 @@
     python end_to_end_peer.py JOB.json
 
 `JOB.json` holds model, problems (messages and extra_env_info each, in order), prompts and generations a step, steps, seed, threads, lr,
-tokens, and latency_s: the reward is the share of digits in completions of exactly so many tokens, each after that latency; or, where it is
+tokens, and latency_s: the reward is that of `end_to_end_rewards.py` for completions of exactly so many tokens; or, where latency_s is
 null, 1 for the right answer that ended by itself.
 
 Prints one JSON line: of the end of every step the Unix time (`ends`), the CPU seconds until then (`cpu_s`), and its mean reward
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from end_to_end_rewards import digits  # type: ignore[import-not-found]  # it lies beside this file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -38,18 +39,6 @@ class Record(TrainerCallback):
     def on_log(self, *arguments: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         if logs and "reward" in logs:
             self.rewards.append(float(logs["reward"]))
-
-
-def digits(latency_s: float, tokens: int) -> Any:
-    def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-        """What the pipeline's environment does."""
-        rewards = []
-        for completion in completions:
-            time.sleep(latency_s)
-            rewards.append(sum(character.isdigit() for character in completion[0]["content"]) / tokens)
-        return rewards
-
-    return reward
 
 
 def exact(end_token: int) -> Any:
@@ -107,7 +96,7 @@ def main(job: dict[str, Any]) -> None:
         network.config.use_cache = True
         trainer = GRPOTrainer(
             model=network,
-            reward_funcs=exact(tokenizer.eos_token_id) if learns else digits(job["latency_s"], job["tokens"]),
+            reward_funcs=exact(tokenizer.eos_token_id) if learns else digits,
             args=config,
             train_dataset=Dataset.from_list(
                 [

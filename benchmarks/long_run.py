@@ -71,7 +71,15 @@ def measure(folder: Path, model: Path, steps: int) -> list[Quarter]:
     run_folder = load(file, [], {}).run_folder
     here = Path(__file__).parent
     commands = {
-        "environment": [str(here / "end_to_end_environment.py"), str(environment_port), "0"],
+        "environment": [
+            "-m",
+            "headrace.cli",
+            "env",
+            "serve",
+            f"{here / 'end_to_end_rewards.py'}:digits",
+            "--port",
+            str(environment_port),
+        ],
         "reward": ["-m", "headrace.cli", "reward", "-c", str(file)],
         "replay": ["-m", "headrace.cli", "replay", "-c", str(file)],
         "replica": ["-m", "benchmarks.light_replica", str(file)],

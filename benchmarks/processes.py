@@ -23,7 +23,7 @@ TIMEOUT_S = 900
 _NAMES = {
     "EngineCore": "engine",
     "agents_programs": "programs",
-    "end_to_end_environment": "environment",
+    "end_to_end_rewards": "environment",
     "light_replica": "replica",
     "valkey-server": "buffer",
     "scoring_worker": "hub",

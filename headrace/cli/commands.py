@@ -25,6 +25,7 @@ COMMANDS = {
     "page": "page:page",
     "env": "env:app",
     "config": "config:app",
+    "migrate": "migrate:app",
     "data": "data:app",
     "groups": "groups:app",
     "runs": "run_list:app",

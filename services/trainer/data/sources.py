@@ -248,8 +248,8 @@ def describe_columns(source: DataSourceConfig, key: str) -> Iterator[str]:
             others = ", ".join(name for name in row if name != columns.question) or "no other column"
             answer = f"; {columns.answer} is the answer" if columns.answer else ""
             yield (
-                f"{key}.data_path {source.data_path}: columns as in {columns.whose}: {columns.question} is the problem{answer}; {others} "
-                "reach the environment"
+                f"{key}.data_path {source.data_path}: columns as in {columns.whose}: {columns.question} is the problem{answer}; the "
+                f"environment gets {others}"
             )
         return
 

@@ -1,0 +1,446 @@
+"""`headrace migrate`: what becomes of each key of TRL and of verl, and of scripts like their own examples."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from headrace.base.errors import ConfigError
+from headrace.cli.app import app
+from headrace.config import Config, load
+from headrace.config.migrate import trl, verl
+from headrace.config.migrate.draft import Draft, Row
+
+TRAINS = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import think_format_reward
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+
+def short(completions, **kwargs):
+    return [-len(completion[0]["content"]) for completion in completions]
+
+def main():
+    GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=short, args=GRPOConfig({}), train_dataset=dataset).train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def of_trl(place: Path, keywords: str = "", text: str = TRAINS, **options: Any) -> Draft:
+    (place / "train.py").write_text(text.replace("GRPOConfig({})", f"GRPOConfig({keywords})"))
+    return trl.migrate(str(place / "train.py"), **options)
+
+
+def flat(values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, dict) and place.count(".") < 3 and not place.startswith(("env.", "data."))
+        found |= flat(value, f"{place}{key}.") if inner else {f"{place}{key}": value}
+    return found
+
+
+TRL_RUNS: list[tuple[str, dict[str, Any]]] = [
+    # as its quick start
+    (
+        'output_dir="out", logging_steps=10, report_to="wandb"',
+        {
+            "grpo.num_prompts_per_step": 1,
+            "grpo.num_generations_per_prompt": 8,
+            "grpo.max_num_epochs": 3,
+            "grpo.use_leave_one_out_baseline": False,
+            "grpo.val_period": 0,
+            "loss_fn.reference_policy_kl_penalty": 0.0,
+            "policy.generation.max_new_tokens": 512,
+            "policy.optimizer.kwargs.lr": 1e-6,
+            "policy.optimizer.kwargs.weight_decay": 0.0,
+            "logger.wandb_enabled": True,
+            "run.dir": "out",
+        },
+    ),
+    # as its script of GSPO
+    (
+        "learning_rate=1e-5, max_completion_length=1024, max_prompt_length=2048, importance_sampling_level='sequence', epsilon=3e-4, "
+        "epsilon_high=4e-4, loss_type='grpo', gradient_accumulation_steps=2, steps_per_generation=8",
+        {
+            "grpo.num_prompts_per_step": 8,
+            "policy.train_global_batch_size": 16,
+            "policy.train_micro_batch_size": 8,
+            "policy.generation.max_new_tokens": 1024,
+            "policy.max_total_sequence_length": 3072,
+            "loss_fn.sequence_level_importance_ratios": True,
+            "loss_fn.token_level_loss": False,
+            "loss_fn.ratio_clip_min": 3e-4,
+            "loss_fn.ratio_clip_max": 4e-4,
+        },
+    ),
+    # Dr. GRPO with a penalty
+    (
+        "loss_type='dr_grpo', scale_rewards=False, beta=0.04, max_steps=200, gradient_accumulation_steps=4, delta=4.0",
+        {
+            "loss_fn.constant_length": 512,
+            "grpo.normalize_rewards": False,
+            "loss_fn.reference_policy_kl_penalty": 0.04,
+            "loss_fn.use_on_policy_kl_approximation": True,
+            "loss_fn.kl_input_clamp_value": None,
+            "loss_fn.ratio_clip_c": 4.0,
+            "grpo.max_num_steps": 200,
+            "grpo.num_prompts_per_step": 4,
+        },
+    ),
+    # CISPO: TRL's bound is of the ratio itself
+    (
+        "loss_type='cispo', epsilon_high=5.0",
+        {"loss_fn.use_cispo": True, "loss_fn.ratio_clip_min": 1.0, "loss_fn.ratio_clip_max": 4.0},
+    ),
+    # schedules of a known length, in trainer steps of two optimizer steps each
+    (
+        "max_steps=100, warmup_steps=10, lr_scheduler_type='cosine', steps_per_generation=2, eval_strategy='steps', eval_steps=10, "
+        "save_steps=50, save_total_limit=2, bf16=False",
+        {
+            "grpo.max_num_steps": 50,
+            "grpo.val_period": 5,
+            "checkpointing.save_period": 25,
+            "checkpointing.keep_top_k": 2,
+            "policy.precision": "float32",
+            "policy.scheduler": [
+                {
+                    "name": "torch.optim.lr_scheduler.LinearLR",
+                    "kwargs": {"start_factor": 1e-8, "end_factor": 1.0, "total_iters": 5},
+                },
+                {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 45, "eta_min": 0.0}},
+                {"milestones": [5]},
+            ],
+        },
+    ),
+    # vLLM's weights
+    (
+        "use_vllm=True, vllm_importance_sampling_mode='token_truncate', vllm_importance_sampling_clip_max=2.0",
+        {
+            "loss_fn.use_importance_sampling_correction": True,
+            "loss_fn.truncated_importance_sampling_type": "tis",
+            "loss_fn.truncated_importance_sampling_ratio": 2.0,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("keywords", "expected"), TRL_RUNS)
+def test_a_run_of_trl_means_the_same_here(tmp_path: Path, keywords: str, expected: dict[str, Any]) -> None:
+    draft = of_trl(tmp_path, keywords)
+    assert draft.problem() is None
+    found = flat(draft.values())
+    assert {key: found.get(key, "not written") for key in expected} == expected
+    assert yaml.safe_load(draft.text("train.py")) is not None
+    assert found["policy.model_name"] == "Qwen/Qwen2-0.5B-Instruct"
+    assert found["data.train"] == {"data_path": "trl-lib/DeepMath-103K", "split": "train"}
+    assert found["env.short"] == {"target": "train_rewards.py:short"}
+
+
+def test_rewards_are_weighed_and_told_where_they_must_be(tmp_path: Path) -> None:
+    text = TRAINS.replace("reward_funcs=short", "reward_funcs=[think_format_reward, short, 'org/judge', make(3)]")
+    draft = of_trl(tmp_path, "reward_weights=[1.0, 0.5, 2, 0.1]", text)
+    parts = {"think_format_reward": 1.0, "short": 0.5, "judge": 2.0, "make": 0.1}
+    env = draft.values()["env"]
+    assert env["reward"] == {"type": "combine", "parts": parts}
+    assert env["judge"] == {"type": "reward_model", "model_name": "org/judge"}
+    assert draft.problem() is None
+    told = "\n".join(draft.to_add)
+    assert "from trl.rewards import think_format_reward" in told
+    assert "make = make(3)" in told
+
+
+COPIED = """
+from __future__ import annotations
+import math, re
+import os.path as place
+from trl import GRPOConfig, GRPOTrainer
+from mine import other
+
+LONGEST = 20
+unused = open("nowhere")
+
+def within(text):
+    # how far
+    return re.sub("a", "", text), LONGEST
+
+if __name__ == "__main__":
+    @place.decorate
+    async def nested(completions, **kwargs):
+        return [within(each) for each in completions]
+
+    trainer = GRPOTrainer("M", [nested, other], GRPOConfig(), None)
+    trainer.train()
+"""
+
+
+def test_functions_of_the_script_are_copied_with_what_they_use(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def other(completions): ...")
+    draft = of_trl(tmp_path, text=COPIED, folder=Path("here"))
+    assert draft.values()["env"]["nested"] == {"target": "here/train_rewards.py:nested"}
+    assert draft.values()["env"]["other"] == {"target": f"{tmp_path}/mine.py:other"}
+    assert draft.values()["policy"]["model_name"] == "M"
+    text = draft.files["train_rewards.py"]
+    copied = ast.parse(text)
+    names = [getattr(each, "name", "") or ast.unparse(each) for each in copied.body[1:]]
+    assert names == [
+        "from __future__ import annotations",
+        "import re",
+        "import os.path as place",
+        "LONGEST = 20",
+        "within",
+        "nested",
+    ]
+    assert "# how far" in text
+    assert "@place.decorate\nasync def nested" in text
+
+
+def test_what_only_running_the_script_tells_is_asked_for(tmp_path: Path) -> None:
+    text = TRAINS.replace("reward_funcs=short", "reward_funcs=short, peft_config=LoraConfig(r=RANK, lora_alpha=16)")
+    draft = of_trl(
+        tmp_path, "learning_rate=rate(), **more, max_steps=STEPS", text.replace("def main", "STEPS = 50\n\ndef main")
+    )
+    told = "\n".join(draft.to_add)
+    assert all(token in told for token in ("rate()", "**more", "policy.optimizer.kwargs.lr"))
+    assert draft.values()["grpo"]["max_num_steps"] == 50
+    # the script is not run
+    assert of_trl(tmp_path, text=f"raise SystemExit\n{TRAINS}").problem() is None
+
+
+def test_the_flags_of_a_command_count_over_the_script(tmp_path: Path) -> None:
+    text = TRAINS.replace("def main", "parser = TrlParser()\n\ndef main")
+    assert any("command line" in each for each in of_trl(tmp_path, "learning_rate=1e-6", text).to_add)
+    flags = "--learning_rate 2e-5 --use_peft --lora_target_modules q_proj v_proj"
+    command = f"accelerate launch --config_file z.yaml {tmp_path / 'train.py'} {flags}"
+    draft = trl.migrate(f"{command} \\\n --max_steps=10 --push_to_hub")
+    policy = draft.values()["policy"]
+    assert policy["optimizer"]["kwargs"]["lr"] == 2e-5
+    assert policy["lora_cfg"]["target_modules"] == ["q_proj", "v_proj"]
+    assert policy["lora_cfg"]["dim"] == 16
+    assert not any("command line" in each for each in draft.to_add)
+    draft = trl.migrate(
+        "trl grpo --model_name_or_path Q --dataset_name a/b --reward_funcs accuracy_reward --num_generations 4"
+    )
+    assert draft.values()["data"]["train"] == {"data_path": "a/b", "split": "train"}
+    assert draft.values()["env"]["accuracy_reward"] == {"target": "rewards.py:accuracy_reward"}
+
+
+def test_rows_that_the_script_changes_ask_for_a_processor(tmp_path: Path) -> None:
+    changed = 'train, held_out = load_dataset("org/set", split=["train[:5%]", "test[:5%]"])\ntrain = train.map(ask)\n'
+    text = TRAINS.replace("def short", f"{changed}\ndef short").replace(
+        "train_dataset=dataset", "train_dataset=train, eval_dataset=held_out"
+    )
+    draft = of_trl(tmp_path, "eval_strategy='steps', eval_steps=5", text)
+    assert draft.values()["data"]["train"] == {"data_path": "org/set", "split": "train[:5%]"}
+    assert draft.values()["data"]["validation"] == {"data_path": "org/set", "split": "test[:5%]"}
+    assert any("processor" in each for each in draft.to_add)
+
+
+VERL = """
+set -x
+data_folder=$HOME/data
+train_files="['$data_folder/gsm8k.parquet', '$data_folder/math.parquet']"
+LR=${LR:-1e-6}
+PROMPTS=${PROMPTS:-512}
+if [ "$DEVICE" = npu ]; then
+    PROMPTS=16
+fi
+ACTOR=(
+    actor_rollout_ref.actor.optim.lr=${LR}    # the rate
+    actor_rollout_ref.actor.ppo_mini_batch_size=256
+    actor_rollout_ref.actor.fsdp_config.param_offload=False
+)
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$train_files" data.val_files=$data_folder/test.parquet \\
+    data.train_batch_size=${PROMPTS} data.max_prompt_length=$((1024 * 2)) data.truncation='error' \\
+    actor_rollout_ref.model.path=Qwen/Qwen3-4B actor_rollout_ref.rollout.n=5 "${ACTOR[@]}" \\
+    trainer.logger='["console","wandb"]' trainer.test_freq=5 trainer.save_freq=20 KEYS $@
+"""
+
+VERL_RUNS: list[tuple[str, dict[str, Any]]] = [
+    (
+        "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002",
+        {
+            "grpo.num_prompts_per_step": 512,
+            "grpo.num_generations_per_prompt": 5,
+            "grpo.max_num_epochs": 30,
+            "grpo.val_period": 5,
+            "grpo.use_leave_one_out_baseline": False,
+            "policy.train_global_batch_size": 1280,
+            "policy.max_total_sequence_length": 2560,
+            "policy.generation.max_new_tokens": 512,
+            "policy.generation.val_temperature": 0,
+            "policy.optimizer.kwargs.lr": 1e-6,
+            "loss_fn.reference_policy_kl_penalty": 0.002,
+            "loss_fn.ratio_clip_c": 3.0,
+            "data.max_input_seq_length": 2048,
+            "checkpointing.save_period": 20,
+            "logger.wandb_enabled": True,
+        },
+    ),
+    # DAPO
+    (
+        "actor_rollout_ref.actor.clip_ratio_high=0.28 algorithm.filter_groups.enable=True data.gen_batch_size=1536 "
+        "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=20000 "
+        "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=256 reward_model.reward_manager=dapo "
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+        {
+            "loss_fn.ratio_clip_max": 0.28,
+            "loss_fn.reference_policy_kl_penalty": 0.0,
+            "grpo.use_dynamic_sampling": True,
+            "grpo.batch_multiplier": 3.0,
+            "grpo.reward_shaping.enabled": True,
+            "grpo.reward_shaping.overlong_buffer_length": 256,
+            "policy.sequence_packing.train_mb_tokens": 20000,
+        },
+    ),
+    # GSPO, and a LoRA adapter
+    (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.clip_ratio_low=3e-4 "
+        "actor_rollout_ref.actor.clip_ratio_high=4e-4 actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32",
+        {
+            "loss_fn.sequence_level_importance_ratios": True,
+            "loss_fn.token_level_loss": False,
+            "loss_fn.ratio_clip_min": 3e-4,
+            "policy.lora_cfg.dim": 64,
+            "policy.lora_cfg.init": "uniform",
+        },
+    ),
+    # RLOO; validation that samples
+    (
+        "algorithm.adv_estimator=rloo actor_rollout_ref.rollout.val_kwargs.do_sample=True actor_rollout_ref.rollout.val_kwargs.n=4 "
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
+        {
+            "grpo.normalize_rewards": False,
+            "policy.generation.val_temperature": 0.6,
+            "grpo.val_num_generations_per_prompt": 4,
+        },
+    ),
+    # PPO with a value model and a penalty in the rewards
+    (
+        "algorithm.adv_estimator=gae actor_rollout_ref.rollout.n=1 critic.optim.lr=2e-5 critic.model.path=M trainer.critic_warmup=10 "
+        "algorithm.use_kl_in_reward=True trainer.total_training_steps=100 custom_reward_function.path=my/score.py",
+        {
+            "ppo.ppo_epochs": 1,
+            "ppo.adv_estimator.gae_lambda": 1.0,
+            "ppo.policy_training_start_step": 10,
+            "ppo.max_num_steps": 100,
+            "value.optimizer.kwargs.lr": 2e-5,
+            "value.model_name": "M",
+            "value_loss_fn.cliprange": 0.5,
+            "loss_fn.use_kl_in_reward": True,
+            "env.reward": {"target": "my/score.py:compute_score"},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "expected"), VERL_RUNS)
+def test_a_run_of_verl_means_the_same_here(tmp_path: Path, keys: str, expected: dict[str, Any]) -> None:
+    (tmp_path / "run.sh").write_text(VERL.replace("KEYS", keys))
+    draft = verl.migrate(str(tmp_path / "run.sh"))
+    assert draft.problem() is None
+    found = flat(draft.values())
+    assert {key: found.get(key, "not written") for key in expected} == expected
+    folder = Path("~/data").expanduser()
+    assert found["data.train"] == [{"data_path": f"{folder}/gsm8k.parquet"}, {"data_path": f"{folder}/math.parquet"}]
+    assert found["policy.model_name"] == "Qwen/Qwen3-4B"
+    assert draft.missing == []
+
+
+def test_overrides_need_no_script() -> None:
+    draft = verl.migrate(
+        "+algorithm.adv_estimator=grpo ++data.train_batch_size=8 actor_rollout_ref.rollout.n=$N trainer.nonsense=1"
+    )
+    assert draft.values()["grpo"]["num_prompts_per_step"] == 8
+    assert any("$N" in each and "grpo.num_generations_per_prompt" in each for each in draft.to_add)
+    assert any(each.startswith("trainer.nonsense 1") for each in draft.missing)
+
+
+def named(table: tuple[Row, ...]) -> list[str]:
+    return [row.name for row in table if "*" not in row.name]
+
+
+RARE = ("text", "true", "null", "{a: 1}", "-1", "0", "0.5")
+
+
+@pytest.mark.parametrize("value", ["3", "[1, a]", *(pytest.param(each, marks=pytest.mark.nightly) for each in RARE)])
+def test_no_key_is_dropped_in_silence_whatever_its_value(value: str) -> None:
+    other = ("model_name_or_path", "lora_r", "lora_target_modules", "torch_dtype", "dtype")  # told by their other names
+    for name in named(trl.TABLE):
+        draft = trl.migrate(shlex.join(["trl", "grpo", f"--{name}={value}"]))
+        assert name in other or name in draft.text("a command"), name
+        assert isinstance(yaml.safe_load(draft.text("a command")), dict), name
+    for name in named(verl.TABLE):
+        draft = verl.migrate(f"algorithm.adv_estimator=grpo {name}='{value}'")
+        assert name in draft.text("a command"), name
+        assert isinstance(yaml.safe_load(draft.text("a command")), dict), name
+
+
+def test_a_key_that_is_the_same_here_takes_the_value() -> None:
+    for row in trl.TABLE:
+        if row.direct:
+            other = not row.default if isinstance(row.default, bool) else (row.default or 1) + 1
+            settings = trl.migrate(f"trl grpo --model_name_or_path Q --{row.name} {other}").settings
+            assert settings[tuple(row.says.split("."))].value == other, row.name
+
+
+def test_every_key_of_ours_in_the_tables_is_one() -> None:
+    def exists(key: str, section: str) -> bool:
+        found: Any = Config.model_validate({section: {}})
+        for part in key.replace("{section}", section).split("."):
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+
+    for row in (*trl.TABLE, *verl.TABLE):
+        if row.direct:
+            assert exists(row.says, "grpo"), row.name
+
+
+@pytest.mark.parametrize(
+    ("framework", "source", "named"),
+    [
+        ("trl", "nowhere.py", "nowhere.py"),
+        ("trl", "{file}", "GRPOTrainer"),
+        ("verl", "nowhere.sh", "nowhere.sh"),
+        ("verl", "a=b", "data.train_batch_size"),
+    ],
+)
+def test_a_source_that_says_nothing_is_refused(tmp_path: Path, framework: str, source: str, named: str) -> None:
+    file = tmp_path / "empty.py"
+    file.write_text("x = 1")
+    with pytest.raises(ConfigError, match=named):
+        {"trl": trl, "verl": verl}[framework].migrate(source.format(file=file))
+
+
+def test_the_command_writes_a_file_that_loads_and_says_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(VERL.replace("KEYS", "actor_rollout_ref.actor.entropy_coeff=0.01"))
+    argv = ["migrate", "verl", str(tmp_path / "run.sh"), "--out", str(tmp_path / "run.yaml")]
+    done = CliRunner().invoke(app, argv)
+    assert done.exit_code == 0, done.output
+    assert "no counterpart: actor_rollout_ref.actor.entropy_coeff 0.01" in done.output
+    config = load(tmp_path / "run.yaml", [], {})
+    assert config.algorithm.num_prompts_per_step == 512
+    again = CliRunner().invoke(app, argv)
+    assert isinstance(again.exception, ConfigError)
+
+
+def test_hostile_text_of_a_script_stays_text(tmp_path: Path) -> None:
+    name = "Q ${oc.env:HOME} \x1b[31m # no comment: {a: 1}"
+    draft = trl.migrate(f"trl grpo --model_name_or_path '{name}' --run_name 'a\nb: [c'")
+    (tmp_path / "run.yaml").write_text(draft.text("x\ny: 1"))
+    config = load(tmp_path / "run.yaml", [], {})
+    assert config.policy.model_name == name
+    assert config.logger.wandb.name == "a\nb: [c"
