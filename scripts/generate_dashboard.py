@@ -73,6 +73,17 @@ ROWS: dict[str, list[Panel]] = {
     "Replicas": [
         Panel("Tokens of trajectories", "none", {"{{instance}}": "rate(headrace_rollout_tokens_total[1m])"}),
         Panel("Sequences in the engine", "none", {"{{instance}}": "headrace_rollout_requests_running"}),
+        Panel("KV cache in use", "percentunit", {"{{instance}}": "headrace_rollout_kv_cache_use"}),
+        Panel("Sequences in the engine's steps", "none", {
+            "{{instance}} computed": "headrace_rollout_engine_running",
+            "{{instance}} waiting": "headrace_rollout_engine_waiting",
+        }),
+        Panel("Tokens sampled", "none", {"{{instance}}": "rate(headrace_rollout_engine_generated_tokens_total[1m])"}),
+        Panel("Preemptions", "ops", {"{{instance}}": "rate(headrace_rollout_preemptions_total[1m])"}),
+        Panel("Hits in the prefix cache", "percentunit", {
+            "{{instance}}": "rate(headrace_rollout_prefix_cache_hits_total[1m]) "
+            "/ rate(headrace_rollout_prefix_cache_queries_total[1m])",
+        }),
         Panel("Verified weights", "none", {"{{instance}}": "headrace_rollout_weight_version"}),
         Panel("Replicas by state", "none", {"{{state}}": "headrace_replay_replicas"}),
         Panel("Refits, by outcome", "ops", {"{{outcome}}": "sum by (outcome) (rate(headrace_rollout_refits_total[5m]))"}),

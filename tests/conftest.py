@@ -29,9 +29,23 @@ SEED = "HEADRACE_TEST_SEED"
 UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 WARM_UP_BATCH = 64
 
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How many random cases there are, of which each day has others. `examples` of a property; `calls` of the buffer that
+    tests/properties makes; `messages` that tests/fuzz sends to each function, method and route."""
+
+    examples: int
+    calls: int
+    messages: int
+
+
+# At night a file of these takes five minutes of a core at most. `--calls` gives a single file hours.
+DAY, NIGHT = Size(25, 3_000, 100), Size(400, 40_000, 2_000)
+
 # how long an example takes says how busy the machine is
-settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
-settings.register_profile("night", settings.get_profile("day"), max_examples=400)
+settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=DAY.examples)
+settings.register_profile("night", settings.get_profile("day"), max_examples=NIGHT.examples)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -109,6 +123,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 def session_seed(pytestconfig: pytest.Config) -> int:
     """Of everything that is drawn at random: HEADRACE_TEST_SEED, by default the date, so that each day sees other cases."""
     return int(pytestconfig.getoption("hypothesis_seed"))
+
+
+def _size(config: pytest.Config) -> Size:
+    return NIGHT if config.getoption("nightly") else DAY
+
+
+@pytest.fixture(scope="session")
+def calls(pytestconfig: pytest.Config) -> int:
+    """Of the buffer, for the test of its model."""
+    return pytestconfig.getoption("calls") or _size(pytestconfig).calls
+
+
+@pytest.fixture(scope="session")
+def messages(pytestconfig: pytest.Config) -> int:
+    """Malformed messages to send to each function, method and route."""
+    return pytestconfig.getoption("calls") or _size(pytestconfig).messages
 
 
 @pytest.hookimpl(wrapper=True)

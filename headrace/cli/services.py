@@ -18,6 +18,7 @@ from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.launch import exposure, shell
 from headrace.launch.entry_points import load_entry_point
+from headrace.net import tracing
 from headrace.net.service import EXIT_ALARM, EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
 from headrace.run import history, start
 
@@ -81,7 +82,8 @@ def _serve(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     with _record_end(config, file) if unsupervised else contextlib.nullcontext():
         if unsupervised:
             start.record(config.run_folder, config, examined.origin)
-        service(config)
+        with tracing.exporting(config.telemetry, name, config.run.id):
+            service(config)
 
 
 def _record_end(config: Config, file: Path) -> contextlib.AbstractContextManager[None]:

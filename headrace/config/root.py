@@ -42,6 +42,7 @@ from headrace.config.services import (
     TrainerConfig,
     WeightChannelConfig,
 )
+from headrace.config.telemetry import TelemetryConfig
 
 TEACHER_KEY = "grpo.adv_estimator.teacher_model_name"
 # The buffer treats a gap of this length, or of half of `rollout.dead_after_s` if that is longer, as a pause and not as an outage
@@ -72,6 +73,7 @@ class Config(Section):
     weight_channel: MayChange[WeightChannelConfig] = WeightChannelConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logger: MayChange[LoggerConfig] = LoggerConfig()
+    telemetry: MayChange[TelemetryConfig] = TelemetryConfig()
     security: MayChange[SecurityConfig] = SecurityConfig()
     # the run's folder, if it is not the one that `run` names
     _folder: Path | None = PrivateAttr(None)

@@ -36,7 +36,7 @@ from headrace.env.wire import (
     sample_from_wire,
     score_to_wire,
 )
-from headrace.net import rpc
+from headrace.net import rpc, tracing
 from headrace.net.credentials import Credentials
 from headrace.records.score import Score
 from headrace.v1 import reward_pb2 as pb
@@ -333,7 +333,8 @@ class _Stream:
         except CodecError as error:
             results = [score_to_wire(Score("INVALID", message=str(error)))] * len(work.score.trajectories)
         else:
-            scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000))
+            traces = [trajectory.traceparent for trajectory in work.score.trajectories]
+            scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000), traces)
             results = fit_results([score_to_wire(score) for score in scores], self._max_message_bytes)
         self._count(result.status for result in results)
         answer.score.results.extend(results)
@@ -346,7 +347,9 @@ class _Stream:
         except CodecError as error:
             outcome = outcome_to_wire(EpisodeOutcome(Score("INVALID", message=str(error))))
         else:
-            outcome = fit_outcome(outcome_to_wire(await self._programs.run(episode)), self._max_message_bytes)
+            with tracing.handed_over(work.episode.episode.traceparent, episode.group_id):
+                ended = await self._programs.run(episode)
+            outcome = fit_outcome(outcome_to_wire(ended), self._max_message_bytes)
         # an outcome without a result is a success: a grader scores it
         self._count([outcome.result.status if outcome.HasField("result") else trajectory_pb2.STATUS_SCORED])
         answer = pb.Answer(work_id=work.work_id)

@@ -29,7 +29,7 @@ from headrace.env.wire import (
     sample_from_wire,
     score_to_wire,
 )
-from headrace.net import rpc
+from headrace.net import rpc, tracing
 from headrace.net.credentials import Credentials
 from headrace.net.service import stop_on_signals
 from headrace.records.score import Score
@@ -106,7 +106,8 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
         self, request: pb.EnvironmentServiceScoreRequest, context: grpc.aio.ServicerContext
     ) -> pb.EnvironmentServiceScoreResponse:
         samples = [sample_from_wire(trajectory) for trajectory in request.trajectories]
-        scores = await self._scorer.score(samples, rpc.time_to_answer(context))
+        traces = [trajectory.traceparent for trajectory in request.trajectories]
+        scores = await self._scorer.score(samples, rpc.time_to_answer(context), traces)
         results = fit_results([score_to_wire(score) for score in scores], rpc.MAX_MESSAGE_BYTES)
         return pb.EnvironmentServiceScoreResponse(results=results)
 
@@ -118,7 +119,8 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
             return await context.abort(
                 grpc.StatusCode.UNIMPLEMENTED, f"{label} does not run episodes; define `async def episode(self, e)`"
             )
-        outcome = await self._programs.run(episode_from_wire(request.episode, rpc.time_to_answer(context)))
+        with tracing.handed_over(request.episode.traceparent, request.episode.group_id):
+            outcome = await self._programs.run(episode_from_wire(request.episode, rpc.time_to_answer(context)))
         return pb.EnvironmentServiceRunEpisodeResponse(
             outcome=fit_outcome(outcome_to_wire(outcome), rpc.MAX_MESSAGE_BYTES)
         )
@@ -180,16 +182,22 @@ class BatchScorer:
         one that is."""
         return self._slots.busy * self._in_slot
 
-    async def score(self, samples: Sequence[Sample], timeout_s: float | None) -> list[Score]:
+    async def score(
+        self, samples: Sequence[Sample], timeout_s: float | None, traceparents: Sequence[str] = ()
+    ) -> list[Score]:
         """Return one `Score` per sample, in order, within `timeout_s`. Samples scored by then keep their reward; others that were started
-        are TIMED_OUT."""
+        are TIMED_OUT. `traceparents` are the spans that the samples are scored under, if the run is traced."""
         begun = samples[: self._room()]
         if self.environment.scores_batches:
             parts = [begun] if begun else []
-            tasks = [asyncio.create_task(self._batch(part, self._slots.take())) for part in parts]
+            work = [self._batch(part, self._slots.take()) for part in parts]
         else:
             parts = [[sample] for sample in begun]
-            tasks = [asyncio.create_task(self._one(sample, self._slots.take())) for sample in begun]
+            work = [self._one(sample, self._slots.take()) for sample in begun]
+        tasks = []
+        for part, scoring, traceparent in zip(parts, work, traceparents or [""] * len(work), strict=False):
+            with tracing.handed_over(traceparent, part[0].group_id):  # a batch continues the trace of its first sample
+                tasks.append(asyncio.create_task(scoring))
         refused = [self._refusal()] * (len(samples) - len(begun))
         scores = await self._scores(tasks, timeout_s)
         found = [

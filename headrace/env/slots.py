@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import inspect
 import threading
@@ -95,7 +96,8 @@ class _Outcome:
 
 
 def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Future[_Outcome]:
-    """Run the function in a daemon thread. Unlike a pool's thread, one that hangs does not keep the process from exiting."""
+    """Run the function in a daemon thread, with the caller's context variables. Unlike a pool's thread, one that hangs does not keep the
+    process from exiting."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Outcome] = loop.create_future()
 
@@ -103,9 +105,11 @@ def _in_thread(function: Callable[[Any], Any], argument: object) -> asyncio.Futu
         if not future.cancelled():
             future.set_result(outcome)
 
+    context = contextvars.copy_context()
+
     def run() -> None:
         try:
-            result = function(argument)
+            result = context.run(function, argument)
             outcome = _Outcome(result, inspect.isawaitable(result))
         except BaseException as error:  # noqa: BLE001  # a user's: the caller gets it, whatever it is
             outcome = _Outcome(error=error)

@@ -16,6 +16,7 @@ import msgspec
 from headrace.base.errors import HeadraceError
 from headrace.base.http_client import AnswerTooLarge, HttpClient
 from headrace.base.tls import client_context
+from headrace.net import tracing
 from headrace.records.trajectory import FinishReason, Message, Sampling, Span
 
 SAMPLE, RENDER = PATHS = ("/sample", "/render")
@@ -172,7 +173,7 @@ class ReplicaClient:
         await self._http.aclose()
 
     async def _ask(self, path: str, asked: msgspec.Struct, answer: type[T]) -> T:
-        headers = {} if self._token is None else {"authorization": f"Bearer {self._token()}"}
+        headers = tracing.headers() | ({} if self._token is None else {"authorization": f"Bearer {self._token()}"})
         try:
             body = msgspec.json.encode(asked)
         except (ValueError, OverflowError, TypeError, RecursionError) as error:

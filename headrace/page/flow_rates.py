@@ -42,8 +42,8 @@ def per_second(run: RunFiles, window: Window) -> dict[str, float]:
     rates = {"trained": timed * past.config.algorithm.num_prompts_per_step / seconds}
     folder = run.folder / group_files.FOLDER
     files = group_files.list_files(folder)
-    # the trainer writes events every few seconds: those after the newest are not known yet
-    newest = max((file.last[0] / 1000 for file in files), default=-math.inf)
+    # the trainer writes events every few seconds: those after the newest millisecond are not known yet
+    newest = max(((file.last[0] + 1) / 1000 for file in files), default=-math.inf)
     known = [(start, min(end, newest)) for start, end in spans if start < newest]
     if not known:
         return rates

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +21,7 @@ from headrace.net.http_access import HttpAccess
 from headrace.net.service import bind, create_app, problems, serve_http, stop_on_signals
 from headrace.page import answers, groups, metric_series, overview, run_list, system, timeline, trajectories
 from headrace.page.follow import Followers, NoRoom, NoView
+from headrace.page.memory import keep_little_memory, release_memory
 from headrace.page.run_files import NotHere, RunFiles, RunFolder
 from headrace.records.trajectory import Lane
 from headrace.run.group_query import SORTS, GroupQuery, parse_row
@@ -26,6 +29,8 @@ from headrace.run.group_query import SORTS, GroupQuery, parse_row
 STATIC = Path(__file__).parent / "static"
 # Answers that are computed at a time: a page must not take the machine from the run that it shows.
 _AT_A_TIME = 2
+# An answer that took longer, in seconds, has used memory that the next ones don't need.
+_LONG_S = 0.1
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -53,6 +58,7 @@ _log = logging.getLogger("headrace.page")
 def build_app(folder: Path) -> FastAPI:
     """Make the application that serves the runs in `folder`."""
     runs, followers = RunFolder(folder), Followers()
+    answering = _Answering(runs)
 
     async def ready() -> str | None:
         return None if runs.folder.is_dir() else f"{runs.folder} is not a folder"
@@ -62,9 +68,10 @@ def build_app(folder: Path) -> FastAPI:
     app.router.responses |= problems(400, 404, 500)
     app.add_middleware(_Headers)
     _answer_errors(app)
-    _add_list(app, runs)
-    _add_run(app, runs)
-    _add_groups(app, runs)
+    # the list looks at every run, and may wait for one
+    _add_list(app, _Answering(runs))
+    _add_run(app, answering)
+    _add_groups(app, answering)
     _add_follow(app, followers)
     _add_files(app)
     return app
@@ -72,6 +79,7 @@ def build_app(folder: Path) -> FastAPI:
 
 async def serve(folder: Path, access: HttpAccess, host: str, port: int, started: Callable[[int], None]) -> None:
     """Serve the runs in `folder` until SIGTERM or SIGINT. `started` is called with the port. Raises `ServiceError` for a busy port."""
+    keep_little_memory()
     stop = stop_on_signals()
     sock = bind(host, port, "page.port")
     async with serve_http(build_app(folder), sock, access):
@@ -83,15 +91,24 @@ async def serve(folder: Path, access: HttpAccess, host: str, port: int, started:
 
 
 class _Answering:
-    """Computes answers in threads, a few at a time."""
+    """Computes answers in threads, a few at a time, and of each run one: while the index of a long run is built, the others are shown."""
 
     def __init__(self, runs: RunFolder) -> None:
         self._runs = runs
         self._room = asyncio.Semaphore(_AT_A_TIME)
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     async def of_folder(self, work: Callable[[RunFolder], Any]) -> Response:
+        def compute() -> bytes:
+            began = time.monotonic()
+            try:
+                return encode(work(self._runs))
+            finally:
+                if time.monotonic() - began > _LONG_S:
+                    release_memory()
+
         async with self._room:
-            body = await asyncio.to_thread(lambda: encode(work(self._runs)))
+            body = await asyncio.to_thread(compute)
         return Response(body, media_type="application/json")
 
     async def of_run(self, name: str, work: Callable[[RunFiles], Any]) -> Response:
@@ -107,7 +124,10 @@ class _Answering:
             finally:
                 runs.bound_memory()
 
-        return await self.of_folder(locked)
+        turn = self._turns.setdefault(name, asyncio.Lock())
+        # before there is room: who waits for a run must not take it from others
+        async with turn:
+            return await self.of_folder(locked)
 
 
 def encode(answer: Any) -> bytes:
@@ -181,9 +201,7 @@ def _document(model: type[answers.Answer]) -> Mapping[int | str, dict[str, Any]]
 # -- routes
 
 
-def _add_list(app: FastAPI, runs: RunFolder) -> None:
-    answering = _Answering(runs)
-
+def _add_list(app: FastAPI, answering: _Answering) -> None:
     @app.get("/api/runs", summary="The runs of the folder", responses={**_document(answers.Runs)})
     async def list_all() -> Response:
         return await answering.of_folder(run_list.list_runs)
@@ -195,9 +213,7 @@ def _add_list(app: FastAPI, runs: RunFolder) -> None:
         return await answering.of_folder(lambda folder: run_list.compare_runs(folder, run))
 
 
-def _add_run(app: FastAPI, runs: RunFolder) -> None:
-    answering = _Answering(runs)
-
+def _add_run(app: FastAPI, answering: _Answering) -> None:
     @app.get("/api/runs/{run}", summary="How a run stands", responses={**_document(answers.Overview)})
     async def describe(
         run: str,
@@ -251,9 +267,7 @@ def _add_run(app: FastAPI, runs: RunFolder) -> None:
         return await answering.of_run(run, lambda files: system.read_logs(files, service, level, text, before, limit))
 
 
-def _add_groups(app: FastAPI, runs: RunFolder) -> None:
-    answering = _Answering(runs)
-
+def _add_groups(app: FastAPI, answering: _Answering) -> None:
     @app.get("/api/runs/{run}/groups", summary="The groups of a run", responses={**_document(answers.Groups)})
     async def list_groups(
         run: str,

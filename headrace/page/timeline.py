@@ -270,9 +270,7 @@ def _of_events(
         return []
     group_files.import_parquet()
     events = _Events(files, first, last, problems)
-    lanes = [*_replicas(events, first, last), *_environments(run, events, first, last)] if events.count else []
-    group_files.release_memory()
-    return lanes
+    return [*_replicas(events, first, last), *_environments(run, events, first, last)] if events.count else []
 
 
 def _latest(keys: Ints, times: Floats, of: Ints, at: Floats) -> Ints:

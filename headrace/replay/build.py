@@ -1,3 +1,3 @@
 """The build of the buffer's functions that this client calls. Generated from services/replay/functions: run `make build`."""
 
-BUILD = "8e4a9d50"
+BUILD = "42684058"

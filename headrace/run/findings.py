@@ -105,6 +105,7 @@ def find(lines: Sequence[Line], config: Config, window: Window = "10", now: Now 
         *_old_data(steps, config),
         *_failed(steps),
         *_idle_replicas(config, now),
+        *_preempted(config, now),
     ]
     order = get_args(Severity)
     return sorted(found, key=lambda finding: (order.index(finding.severity), -(finding.share or 0.0)))
@@ -341,6 +342,30 @@ def _idle_replicas(config: Config, now: Now | None) -> Iterator[Finding]:
             "warning",
             Evidence("timeline", {}),
         )
+
+
+def _preempted(config: Config, now: Now | None) -> Iterator[Finding]:
+    """A sequence that loses its KV cache to others is computed again from its prompt on."""
+    short = [each for each in ([] if now is None else now.replicas) if (each.preemptions_per_s or 0.0) > 0]
+    if now is None or not short:
+        return
+    key = "policy.generation.vllm_cfg"
+    vllm_cfg = config.policy.generation.vllm_cfg.resolve(on_cpu=short[0].device == "cpu")
+    larger = (
+        f"more than {key}.gpu_memory_utilization={vllm_cfg.gpu_memory_utilization}"
+        if vllm_cfg.kv_cache_memory_bytes is None
+        else f"{key}.kv_cache_memory_bytes={2 * vllm_cfg.kv_cache_memory_bytes}"
+    )
+    rate = sum(each.preemptions_per_s or 0.0 for each in short)
+    fit = max(1, *(each.running or 0 for each in short))
+    yield Finding(
+        f"the KV cache of {len(short)} of {len(now.replicas)} replicas is full: {rate:.2g} sequences a second lose their place in it, "
+        "and are computed again",
+        f"{larger}, or no more sequences at a time than fit ({key}.max_num_seqs={fit})",
+        None,
+        "warning",
+        Evidence("system", {}),
+    )
 
 
 def _metrics(*names: str) -> Evidence:

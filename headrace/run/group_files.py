@@ -143,15 +143,19 @@ def iterate_events(path: Path, fields: Collection[str]) -> Iterator[GroupEvent]:
             yield from _events(batch)
 
 
-def find_events(path: Path, group: str) -> Iterator[GroupEvent]:
-    """Yield the events of one group in a file, and the rewinds and restores in it. Raises as `read_file` does."""
-    parquet = import_parquet()
-    # rows for which either is true
-    filters = [[("group", "==", group)], [("what", "in", ["rewound", "restored"])]]
-    with _readable(path) as file:
-        table = parquet.read_table(file, filters=filters, use_threads=False)
-    for batch in table.to_batches():
-        yield from _events(batch)
+def find_events(path: Path, group: str, span: tuple[int, int]) -> Iterator[GroupEvent]:
+    """Yield the events of one group in a file, and the rewinds and restores in it, between two times in milliseconds. Raises as `read_file`
+    does."""
+    from pyarrow import array, compute
+
+    wanted = array(["rewound", "restored"])
+    with _open(path) as file:
+        for part in _parts(file, span):
+            table = file.read_row_group(part, use_threads=False)
+            of_run = compute.is_in(table["what"], value_set=wanted)
+            found = table.filter(compute.or_kleene(compute.equal(table["group"], group), of_run))
+            for batch in found.to_batches():
+                yield from (event for event in _events(batch) if span[0] <= event.cursor[0] <= span[1])
 
 
 def _events(batch: Any) -> Iterator[GroupEvent]:
@@ -175,12 +179,10 @@ class EventColumns:
         """Add the events of a file between two times in milliseconds, in parts, before those that were added. Returns False once there are
         `most` or more, and some were left out. Raises as `read_file` does."""
         with _open(path, self._texts) as file:
-            time = file.schema_arrow.get_field_index("time")
-            for part in reversed(range(file.num_row_groups)):
-                if _overlaps(file.metadata.row_group(part).column(time).statistics, span):
-                    if self.count >= most:
-                        return False
-                    self._add(file.read_row_group(part, self.names, use_threads=False))
+            for part in reversed(_parts(file, span)):
+                if self.count >= most:
+                    return False
+                self._add(file.read_row_group(part, self.names, use_threads=False))
         return True
 
     def _add(self, table: Any) -> None:
@@ -216,13 +218,6 @@ class EventColumns:
         return np.concatenate(parts[::-1]) if parts else np.array([], dtype=otherwise)
 
 
-def release_memory() -> None:
-    """Give memory that tables no longer need back to the system."""
-    import pyarrow
-
-    pyarrow.default_memory_pool().release_unused()
-
-
 @contextlib.contextmanager
 def _open(path: Path, coded: Collection[str] = ()) -> Iterator[Any]:
     parquet = import_parquet()
@@ -245,11 +240,17 @@ def _readable(path: Path) -> Iterator[IO[bytes]]:
         ) from error
 
 
-def _overlaps(known: Any, span: tuple[int, int]) -> bool:
-    """Whether a part of a file has events in a span of time, by what is known of its times."""
+def _parts(file: Any, span: tuple[int, int]) -> list[int]:
+    """Return the parts of a file that have events in a span of milliseconds, or don't say."""
+    time = file.schema_arrow.get_field_index("time")
+    return [part for part in range(file.num_row_groups) if _overlaps(file.metadata.row_group(part).column(time), span)]
+
+
+def _overlaps(column: Any, span: tuple[int, int]) -> bool:
+    known = column.statistics
     if known is None or not known.has_min_max:
         return True
-    least, most = (int(moment.timestamp() * 1000) for moment in (known.min, known.max))
+    least, most = (round(moment.timestamp() * 1000) for moment in (known.min, known.max))
     return most >= span[0] and least <= span[1]
 
 

@@ -19,11 +19,13 @@ from headrace.run.group_query import SHOWN, SORTS, DataRow, GroupQuery, GroupSto
 from headrace.run.group_record import Record, RecordedTrajectory, State, apply_to_run
 
 # A change makes existing indexes be built anew.
-_SCHEMA = 1
+_SCHEMA = 2
 # Characters of a prompt that are searched.
 SEARCHED = 8192
 # Shortest text that the index of substrings finds.
 _TRIGRAM = 3
+# Groups that are held while a file is taken in.
+_AT_ONCE = 10_000
 # While another process takes in a large file, the index is its own.
 _BUSY_S = 600.0
 # With SQLite's 2 MiB, building a large index waits for the disk. A question needs less.
@@ -45,6 +47,14 @@ CREATE TABLE groups (number INTEGER PRIMARY KEY, id TEXT UNIQUE, lane TEXT, "ord
   reason TEXT, step INTEGER, timeline TEXT, attempts INTEGER, replicas TEXT, build TEXT, trajectories TEXT, enqueued INTEGER,
   ended INTEGER, first INTEGER, last INTEGER, mean REAL, spread REAL, oldest INTEGER, newest INTEGER, age INTEGER, text INTEGER,
   epoch INTEGER, task TEXT, file TEXT, line INTEGER);
+CREATE TABLE counts (lane TEXT, state TEXT, count INTEGER, PRIMARY KEY (lane, state)) WITHOUT ROWID;
+CREATE TRIGGER counted AFTER INSERT ON groups BEGIN
+  INSERT INTO counts VALUES (new.lane, new.state, 1) ON CONFLICT DO UPDATE SET count = count + 1;
+END;
+CREATE TRIGGER recounted AFTER UPDATE OF lane, state ON groups WHEN (old.lane, old.state) != (new.lane, new.state) BEGIN
+  UPDATE counts SET count = count - 1 WHERE (lane, state) = (old.lane, old.state);
+  INSERT INTO counts VALUES (new.lane, new.state, 1) ON CONFLICT DO UPDATE SET count = count + 1;
+END;
 INSERT INTO about VALUES ({_SCHEMA}, 0, 0, 0, 0, 0);
 """
 # They are made once the files of a long run have been taken in: sorting is faster than adding a row at a time.
@@ -228,6 +238,9 @@ class GroupIndex:
                 record.apply(event)
                 if event.prompt is not None:
                     prompts[event.group] = event
+            if len(groups) >= _AT_ONCE:
+                self._save(groups, prompts)
+                groups, prompts = {}, {}
         self._save(groups, prompts)
         self._db.execute("UPDATE about SET ms = ?, number = ?", newest)
 
@@ -291,7 +304,8 @@ class GroupIndex:
             raise ConfigError(f"sort {query.sort!r}: it is one of {', '.join(SORTS)}, or one of these after a -")
         direction = "DESC" if descends else "ASC"
         lane = f"lane {direction}, " if column == SORTS["order"] else ""
-        total = self._db.execute(f"SELECT COUNT(*) FROM groups WHERE {where}", values).fetchone()[0]
+        counts = self.states(query)
+        total = sum(count for state, count in counts.items() if not query.states or state in query.states)
         found = self._db.execute(
             f"SELECT {_SUMMARY} WHERE {where} ORDER BY {lane}{column} {direction} NULLS LAST, groups.number {direction} LIMIT ? OFFSET ?",
             (*values, query.limit, query.offset),
@@ -300,7 +314,12 @@ class GroupIndex:
 
     def states(self, query: GroupQuery) -> dict[str, int]:
         where, values = self._where(dataclasses.replace(query, states=()))
-        return dict(self._db.execute(f"SELECT state, COUNT(*) FROM groups WHERE {where} GROUP BY state", values))
+        is_counted = query == GroupQuery(
+            lane=query.lane, states=query.states, sort=query.sort, offset=query.offset, limit=query.limit
+        )
+        counts, table = ("SUM(count)", "counts") if is_counted else ("COUNT(*)", "groups")
+        found = self._db.execute(f"SELECT state, {counts} FROM {table} WHERE {where} GROUP BY state", values)
+        return {state: count for state, count in found if count}
 
     def story(self, group: str) -> GroupStory | None:
         found = self._db.execute(f"SELECT {_SUMMARY} WHERE groups.id = ?", (group,)).fetchone()
@@ -328,9 +347,8 @@ class GroupIndex:
         for file in list_files(self._folder):
             if file.first[0] <= last and file.last[0] >= first:
                 with contextlib.suppress(FileNotFoundError, CodecError):  # `damaged` says what is missing
-                    for event in find_events(file.path, group):
-                        if first <= event.cursor[0] <= last:
-                            found[event.cursor, event.part] = event
+                    for event in find_events(file.path, group, (first, last)):
+                        found[event.cursor, event.part] = event
         return [found[place] for place in sorted(found)]
 
     def _neighbour(self, direction: str, beyond: str, lane: str, order: int, group: str) -> str | None:

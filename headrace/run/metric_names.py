@@ -206,7 +206,9 @@ METRIC_SECTIONS = (
     )),
     MetricSection("Where the time went",
             "The goodput of the trainer. The shares of one step (`_pct`, with `efficiency_pct`) add up to 100. The categories are NeMo "
-            "RL's. It has more for its generation workers, which a trainer here does not time: `idle/refit_event_wait`, "
+            "RL's, but its `efficiency_pct` is what the idle ones leave of the step, so it counts overheads as productive; its "
+            "`total_waste_s` is the sum of the idle ones, its `total_wall_time_s` is `timing/train/total_step_time`. "
+            "It has more for its generation workers, which a trainer here does not time: `idle/refit_event_wait`, "
             "`idle/generation_limit_pause`, `idle/buffer_full_backoff` and `wasted/failed_trajectory`; of the last two "
             "`headrace_replay_full` and `headrace_replay_requeues_total` tell. Trackers have these names, and Prometheus has them with "
             "`_` for `/`, after `headrace_trainer_`.", (

@@ -17,7 +17,12 @@ NOW = "now.json"  # in the run's folder
 
 class ReplicaNow(msgspec.Struct, frozen=True, omit_defaults=True):
     """A rollout replica. `holding` counts the groups that it generates. `reason` is why it is quarantined, and `logprob_error` how far its
-    log-probabilities are from the trainer's. `tokens_per_s` and `queue`, the sequences in its engine, are what its own page says."""
+    log-probabilities are from the trainer's.
+
+    The others are what its own page says. `queue`: the sequences in its engine or before it; of these the engine computes `running`, and
+    has no room for `waiting`. `kv_use`: the share of the KV cache that running sequences hold. In the last seconds: `tokens_per_s` that it
+    sampled, `preemptions_per_s`, when a sequence lost its KV cache to others, and `prefix_hits`, the share of the tokens of prompts that
+    were in the prefix cache."""
 
     id: str
     state: str
@@ -30,6 +35,11 @@ class ReplicaNow(msgspec.Struct, frozen=True, omit_defaults=True):
     logprob_error: float | None = None
     tokens_per_s: float | None = None
     queue: int | None = None
+    kv_use: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    preemptions_per_s: float | None = None
+    prefix_hits: float | None = None
 
 
 class RunnerNow(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from headrace.v1 import trajectory_pb2 as headrace_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/episode.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"\xa1\x02\n\x07\x45pisode\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\x12\x11\n\ttask_name\x18\x04 \x01(\t\x12*\n\x08messages\x18\x05 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x13\n\x0bpublic_json\x18\x06 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x07 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x08 \x01(\t\x12*\n\x06limits\x18\t \x01(\x0b\x32\x1a.headrace.v1.EpisodeLimits\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x12\x17\n\x0fidempotency_key\x18\x0c \x01(\t\".\n\rEpisodeLimits\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"M\n\x0e\x45pisodeOutcome\x12#\n\x06result\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Result\x12\x16\n\x0e\x61rtifacts_json\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19headrace/v1/episode.proto\x12\x0bheadrace.v1\x1a\x1cheadrace/v1/trajectory.proto\"\xb6\x02\n\x07\x45pisode\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\x12\x11\n\ttask_name\x18\x04 \x01(\t\x12*\n\x08messages\x18\x05 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x13\n\x0bpublic_json\x18\x06 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x07 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x08 \x01(\t\x12*\n\x06limits\x18\t \x01(\x0b\x32\x1a.headrace.v1.EpisodeLimits\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x0b \x01(\r\x12\x17\n\x0fidempotency_key\x18\x0c \x01(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\".\n\rEpisodeLimits\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"M\n\x0e\x45pisodeOutcome\x12#\n\x06result\x18\x01 \x01(\x0b\x32\x13.headrace.v1.Result\x12\x16\n\x0e\x61rtifacts_json\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.episode_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EPISODE']._serialized_start=73
-  _globals['_EPISODE']._serialized_end=362
-  _globals['_EPISODELIMITS']._serialized_start=364
-  _globals['_EPISODELIMITS']._serialized_end=410
-  _globals['_EPISODEOUTCOME']._serialized_start=412
-  _globals['_EPISODEOUTCOME']._serialized_end=489
+  _globals['_EPISODE']._serialized_end=383
+  _globals['_EPISODELIMITS']._serialized_start=385
+  _globals['_EPISODELIMITS']._serialized_end=431
+  _globals['_EPISODEOUTCOME']._serialized_start=433
+  _globals['_EPISODEOUTCOME']._serialized_end=510
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,7 @@ class Episode(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group: all episodes of one prompt share it."""
     index: _builtins.int
@@ -61,6 +62,8 @@ class Episode(_message.Message):
     """How often this episode was begun before. An earlier instance of the program may still be at work, with a dead key."""
     idempotency_key: _builtins.str
     """Equal keys mean the same attempt, sent again after a lost connection."""
+    traceparent: _builtins.str
+    """The span of the episode, as W3C trace context, which the metadata of the call has too. Empty if the run is not traced."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.ChatMessage]:
         """The prompt."""
@@ -82,10 +85,11 @@ class Episode(_message.Message):
         deadline_ms: _builtins.int = ...,
         attempt: _builtins.int = ...,
         idempotency_key: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "attempt", b"attempt", "base_url", b"base_url", "deadline_ms", b"deadline_ms", "environment", b"environment", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "limits", b"limits", "messages", b"messages", "public_json", b"public_json", "task_name", b"task_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "attempt", b"attempt", "base_url", b"base_url", "deadline_ms", b"deadline_ms", "environment", b"environment", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "limits", b"limits", "messages", b"messages", "public_json", b"public_json", "task_name", b"task_name", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

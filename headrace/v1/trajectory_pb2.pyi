@@ -149,6 +149,7 @@ class Trajectory(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     CONVERSATION_FIELD_NUMBER: _builtins.int
     ARTIFACTS_JSON_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group: all completions of one prompt share it."""
     index: _builtins.int
@@ -170,6 +171,10 @@ class Trajectory(_message.Message):
     """
     artifacts_json: _builtins.str
     """What the episode's program left (`EpisodeOutcome.artifacts_json`)."""
+    traceparent: _builtins.str
+    """The span under which it is scored, as W3C trace context. Empty if the run is not traced. A call of one trajectory has it in the
+    metadata `traceparent` too, where instrumentation finds it; a call of several has the first one's there.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The prompt."""
@@ -199,10 +204,11 @@ class Trajectory(_message.Message):
         idempotency_key: _builtins.str = ...,
         conversation: _abc.Iterable[Global___ChatMessage] | None = ...,
         artifacts_json: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifacts_json", b"artifacts_json", "completion", b"completion", "completion_token_ids", b"completion_token_ids", "conversation", b"conversation", "environment", b"environment", "extra_env_info_json", b"extra_env_info_json", "finish_reason", b"finish_reason", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "messages", b"messages", "task_name", b"task_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifacts_json", b"artifacts_json", "completion", b"completion", "completion_token_ids", b"completion_token_ids", "conversation", b"conversation", "environment", b"environment", "extra_env_info_json", b"extra_env_info_json", "finish_reason", b"finish_reason", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "messages", b"messages", "task_name", b"task_name", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ from headrace.base.errors import CodecError, ServiceError
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.env.wire import episode_to_wire, outcome_from_wire
-from headrace.net import rpc
+from headrace.net import rpc, tracing
 from headrace.net.credentials import load_credentials
 from headrace.records.score import Score
 from headrace.v1 import reward_pb2 as pb
@@ -44,6 +44,7 @@ class HubPrograms:
     async def run(self, episode: Episode) -> EpisodeOutcome:
         try:
             request = pb.RunEpisodeRequest(episode=episode_to_wire(episode))
+            request.episode.traceparent = tracing.current().traceparent
         except (CodecError, ValueError) as error:
             return EpisodeOutcome(Score("INVALID", message=f"can't be sent to its program: {error}"))
         channel, stub = next(self._hubs)
@@ -54,7 +55,8 @@ class HubPrograms:
             # INTERRUPTED would count against the group, as if its program had ended the hub
             return EpisodeOutcome(Score("NOT_STARTED", message="no connection to the reward hub; is it running?"))
         try:
-            response = await stub.RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S)
+            context = tuple(tracing.headers(groups=[episode.group_id]).items())
+            response = await stub.RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S, metadata=context)
         except grpc.aio.AioRpcError as error:
             message = f"the reward hub: {error.code().name}: {error.details()}"
             if error.code() in _OURS:

@@ -33,6 +33,7 @@ from headrace.base.errors import (
 from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
+from headrace.net import tracing
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Lane, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
@@ -302,7 +303,8 @@ class EpisodeRunner:
         metrics.OPEN.set(len(self._open))
         began = time.monotonic()
         try:
-            score, hung, artifacts = await self._play(episode, key)
+            with self._traced(lease, index) as episode.span:
+                score, hung, artifacts = await self._play(episode, key)
         finally:
             self._open.discard(episode)
             metrics.OPEN.set(len(self._open))
@@ -323,6 +325,21 @@ class EpisodeRunner:
             return self._record(lease, index, ending, artifacts, timings), handed_in
         except CodecError as error:
             return None, self._failure(lease, f"its trajectory can't be recorded: {error}")
+
+    def _traced(self, lease: Lease, index: int) -> tracing.Span:
+        if not tracing.is_on():
+            return tracing.NO_SPAN
+        return tracing.span(
+            "episode",
+            tracing.lease_span(self._replay.run_id, lease.group.id, lease.attempt, f"runner {self.runner}"),
+            attributes=tracing.named(
+                group_id=lease.group.id,
+                index=index,
+                attempt=lease.attempt,
+                runner_id=self.runner,
+                environment=lease.group.env_name,
+            ),
+        )
 
     def _record(
         self, lease: Lease, index: int, ending: SessionSummary, artifacts: dict[str, Any], timings: dict[str, float]

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from headrace.base.errors import HeadraceError
+from headrace.net import tracing
 from headrace.net.replica_client import RenderRefused, SampleRequest
 from headrace.records.trajectory import Call
 from headrace.replay import Lease
@@ -51,6 +52,7 @@ class OpenEpisode:
         self.session = Session(limits, clocks, sampling.stop_token_ids, seed, fleet.clock())
         self.over: asyncio.Future[str | HeadraceError] = asyncio.get_running_loop().create_future()
         self.imposed: dict[str, list[object]] = {}
+        self.span: tracing.Span = tracing.NO_SPAN  # under which its calls are
         self._fleet = fleet
         self._keep = keep
         self._keeping = asyncio.Lock()  # keeps calls in the order of their numbers
@@ -153,6 +155,12 @@ class OpenEpisode:
             self.over.set_result(why)
 
     async def _sample(self, call: SessionCall, *, parses_tools: bool) -> None:
+        with tracing.span(
+            "call", self.span.id, attributes=tracing.named(group_id=self.lease.group.id, index=self.index)
+        ):
+            await self._answer(call, parses_tools=parses_tools)
+
+    async def _answer(self, call: SessionCall, *, parses_tools: bool) -> None:
         session, fleet = self.session, self._fleet
         near = next((each.completion.replica for each in session.candidates(call) if each.completion is not None), None)
         with self._timed(call, "render"):

@@ -37,6 +37,7 @@ from headrace.base.errors import (
     WrongTimeline,
 )
 from headrace.config import Config
+from headrace.net import tracing
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
 from headrace_services.refit import membership, nccl
@@ -205,8 +206,11 @@ class WeightSender:
         refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds, states)
         already_given_up = len(self._backends.given_up)
         for attempt in itertools.count(1):
+            began_ns = time.time_ns()
             epoch, outcome = await self._attempt(refit)
-            changes = len(self._backends.given_up) - already_given_up  # a backend that was given up is no lost member
+            self._trace(epoch, outcome, began_ns, refit.manifest.nbytes)
+            # neither a backend that was given up nor a member that is left out is a lost member
+            changes = len(self._backends.given_up) - already_given_up + bool(refit.late)
             if outcome is not _AttemptOutcome.INTERRUPTED or attempt > self._config.max_retries + changes:
                 break
             logger.warning("attempt %d to send version %d failed: %s", attempt, version, refit.refused)
@@ -222,6 +226,20 @@ class WeightSender:
             attempts=attempt,
             given_up=tuple(self._backends.given_up),
         )
+
+    def _trace(self, epoch: Epoch, outcome: _AttemptOutcome, began_ns: int, nbytes: int) -> None:
+        """Export the span of an epoch, in which its members receive the weights."""
+        attributes = tracing.named(
+            version=epoch.version,
+            timeline=epoch.timeline,
+            outcome=outcome.name.lower(),
+            members=epoch.members,
+            verified=epoch.verified,
+            refused=sorted(epoch.refused),
+            bytes=nbytes,
+        )
+        at = tracing.epoch_span(self._replay.run_id, epoch.timeline, epoch.version, epoch.id)
+        tracing.emit(tracing.EndedSpan("epoch", at, tracing.current().id, began_ns, time.time_ns(), attributes))
 
     async def aclose(self) -> None:
         self._close_channel()

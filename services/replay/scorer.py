@@ -25,7 +25,7 @@ from headrace.base.errors import CodecError, HeadraceError, LeaseLost, ReplayUna
 from headrace.base.repeats import Repeats, alike
 from headrace.config import Config
 from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
-from headrace.net import rpc
+from headrace.net import rpc, tracing
 from headrace.net.credentials import load_credentials
 from headrace.records.score import Score
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
@@ -266,7 +266,11 @@ class _Scorer:
 
     async def _batch(self, hub: _HubConnection, batch: Sequence[Item]) -> None:
         limit = hub.limits[batch[0][1].environment]
-        scores = await self._score(hub, batch, limit.timeout_s + _MARGIN_S)
+        with contextlib.ExitStack() as spans:
+            traced = [spans.enter_context(self._traced(*item)) for item in batch]
+            scores = await self._score(hub, batch, limit.timeout_s + _MARGIN_S)
+            for span, (_, score) in zip(traced, scores, strict=True):
+                span.set(tracing.named(status=score.status, build=score.build, reward=score.reward))
         limit.release(len(batch))
         # a trajectory that is not scored shows nothing about how long scoring takes
         longest_s = max(score.timings.get("environment", math.inf) for _, score in scores)
@@ -283,7 +287,8 @@ class _Scorer:
         started = time.monotonic()
         request = pb.ScoreRequest(trajectories=[trajectory for _, trajectory in batch])
         try:
-            response = await hub.stub.Score(request, timeout=timeout_s)
+            context = tracing.headers(batch[0][1].traceparent, (trajectory.group_id for _, trajectory in batch))
+            response = await hub.stub.Score(request, timeout=timeout_s, metadata=tuple(context.items()))
         except grpc.aio.AioRpcError as error:
             if error.code() in _GONE:
                 raise self._gone(hub, error) from error
@@ -306,6 +311,23 @@ class _Scorer:
             (job, _add_timing(job, score_from_wire(result), took_s))
             for (job, _), result in zip(batch, response.results, strict=True)
         ]
+
+    def _traced(self, job: ScoringJob, trajectory: Trajectory) -> tracing.Span:
+        """Return the span of scoring a trajectory, under which the hub and the environment continue."""
+        if not tracing.is_on():
+            return tracing.NO_SPAN
+        span = tracing.span(
+            "score",
+            tracing.group_span(self._client.run_id, job.group.id),
+            attributes=tracing.named(
+                group_id=job.group.id,
+                index=job.trajectory.index,
+                attempt=job.trajectory.attempt,
+                environment=trajectory.environment,
+            ),
+        )
+        trajectory.traceparent = span.traceparent
+        return span
 
     def _refusal(self, error: grpc.aio.AioRpcError) -> Score:
         """Return the score of a trajectory that the hub did not score. The hub's own faults are neither the trajectory's nor the

@@ -47,7 +47,8 @@ class HostedBackend:
     ) -> list[trajectory_pb2.Result]:
         """Score trajectories, like `EnvironmentBackend.score`."""
         samples = [sample_from_wire(trajectory) for trajectory in trajectories]
-        scores = await self._scorer.score(samples, min(self._env.timeout_s, timeout_s or math.inf))
+        traces = [trajectory.traceparent for trajectory in trajectories]
+        scores = await self._scorer.score(samples, min(self._env.timeout_s, timeout_s or math.inf), traces)
         return [score_to_wire(score) for score in scores]
 
     async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:

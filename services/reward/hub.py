@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import time
 import urllib.parse
@@ -14,7 +15,7 @@ import grpc
 from headrace.base.errors import CodecError
 from headrace.config.environments import AttachedConfig, EnvConfig, EpisodicConfig
 from headrace.env.wire import check_trajectory, episode_from_wire, fit_results
-from headrace.net import rpc
+from headrace.net import rpc, tracing
 from headrace.v1 import episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
@@ -91,7 +92,9 @@ class Hub(pb_grpc.RewardServiceServicer):
             started = time.monotonic()
             self._in_hand[name] += 1
             try:
-                outcome = await programs.run_episode(episode, within_s)
+                with _continued(episode) as span:
+                    outcome = await programs.run_episode(episode, within_s)
+                    span.set(tracing.named(status=_status(outcome.result) if outcome.HasField("result") else "graded"))
             finally:
                 self._in_hand[name] -= 1
             if outcome.HasField("result"):  # otherwise its trajectory is counted once it is graded
@@ -191,7 +194,11 @@ class Hub(pb_grpc.RewardServiceServicer):
         started = time.monotonic()
         self._in_hand[name] += len(trajectories)
         try:
-            results = await score_metered(name, environment, trajectories, limit)
+            with contextlib.ExitStack() as spans:
+                traced = [spans.enter_context(_continued(trajectory)) for trajectory in trajectories]
+                results = await score_metered(name, environment, trajectories, limit)
+                for span, result in zip(traced, results, strict=True):
+                    span.set(tracing.named(status=_status(result), build=result.build))
         finally:
             self._in_hand[name] -= len(trajectories)
         ended = time.monotonic()
@@ -222,6 +229,24 @@ class Hub(pb_grpc.RewardServiceServicer):
             recent=self._recent[name].summary(time.monotonic()),
             processes=[] if attached is None else attached.processes(),
         )
+
+
+def _continued(work: trajectory_pb2.Trajectory | episode_pb2.Episode) -> tracing.Span:
+    """Return the span of an environment's work on a trajectory or an episode, which continues there."""
+    parent = tracing.SpanId.parse(work.traceparent)
+    if parent is None:
+        return tracing.NO_SPAN
+    span = tracing.span(
+        "environment",
+        parent,
+        attributes=tracing.named(group_id=work.group_id, index=work.index, environment=work.environment),
+    )
+    work.traceparent = span.traceparent or work.traceparent
+    return span
+
+
+def _status(result: trajectory_pb2.Result) -> str:
+    return trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")
 
 
 def _address(peer: str) -> str:

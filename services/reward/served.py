@@ -11,7 +11,7 @@ import grpc
 from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.config.environments import EpisodicConfig
 from headrace.config.security import SecurityConfig
-from headrace.net import rpc
+from headrace.net import rpc, tracing
 from headrace.net.credentials import Credentials
 from headrace.v1 import environment_pb2, environment_pb2_grpc, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
@@ -117,7 +117,7 @@ class ServedBackend:
         sent.episode.deadline_ms = max(1, round(1000 * rpc.time_before(timeout_s)))
         self._episodes += 1
         try:
-            response = await self._stub.RunEpisode(sent, timeout=timeout_s)
+            response = await self._stub.RunEpisode(sent, timeout=timeout_s, metadata=_context([episode]))
         except grpc.aio.AioRpcError as error:
             return episode_pb2.EpisodeOutcome(result=self._failure(error, timeout_s))
         finally:
@@ -195,7 +195,7 @@ class ServedBackend:
     ) -> list[trajectory_pb2.Result]:
         request = environment_pb2.EnvironmentServiceScoreRequest(trajectories=batch)
         try:
-            response = await self._stub.Score(request, timeout=limit)
+            response = await self._stub.Score(request, timeout=limit, metadata=_context(batch))
         except grpc.aio.AioRpcError as error:
             if _too_large(error) and len(batch) > 1:  # a single trajectory may be too large: find it, score the others
                 half = len(batch) // 2
@@ -228,6 +228,11 @@ class ServedBackend:
 
     def _result(self, status: trajectory_pb2.Status.ValueType, message: str) -> trajectory_pb2.Result:
         return make_result(status, message, self._name)
+
+
+def _context(work: Sequence[trajectory_pb2.Trajectory | episode_pb2.Episode]) -> Sequence[tuple[str, str]]:
+    """Return the metadata by which instrumentation continues the trace of a call: that of its first trajectory, or its episode."""
+    return tuple(tracing.headers(work[0].traceparent, (each.group_id for each in work)).items())
 
 
 def _too_large(error: grpc.aio.AioRpcError) -> bool:

@@ -16,6 +16,7 @@ from headrace_services.rollout.generate import (
     read_labels,
     sampled_logprobs,
     sampling_params,
+    trace_request,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ async def complete(
         async with contextlib.aclosing(engine.generate(prompt, params, name)) as outputs:
             async for output in outputs:
                 if output.finished:
+                    trace_request(output)
                     return _completion(output.outputs[0], output.num_cached_tokens or 0, name)
     except (VLLMClientError, ValueError) as error:  # not all of vLLM's refusals have their own type
         raise RenderRefused("invalid", str(error)) from error

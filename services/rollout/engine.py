@@ -28,6 +28,7 @@ from headrace_services.refit import nccl, receiver
 from headrace_services.refit.probe import rollout_dtype
 from headrace_services.rollout import child
 from headrace_services.rollout.chat_format import register_parsers
+from headrace_services.rollout.engine_stats import stat_logger
 from headrace_services.rollout.sequence_slots import PROBE_SLOTS
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def engine_arguments(config: Config, *, on_cpu: bool, device_memory: int = 0) ->
         "logprobs_mode": "processed_logprobs",
         # replicas must not draw the same random numbers; a group that needs repeatable samples brings its own seed
         "seed": secrets.randbits(31),
-        "disable_log_stats": True,
+        "disable_log_stats": True,  # vLLM's own loggers (`engine_stats` is given besides)
     }
     if not on_cpu and not vllm_cfg.enforce_eager:
         arguments["max_cudagraph_capture_size"] = _largest_cuda_graph(vllm_cfg.max_num_seqs)
@@ -229,7 +230,9 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
             # On a CPU vLLM asks for a new interpreter, which would import everything again: 8 s of a core. A fork does as well, unless
             # another thread holds a lock, which would stay locked in the child forever.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=arguments["disable_log_stats"])
+        return AsyncLLM.from_vllm_config(
+            vllm_config, disable_log_stats=arguments["disable_log_stats"], stat_loggers=[stat_logger()]
+        )
     except (ValueError, RuntimeError, OSError, NotImplementedError, ImportError) as error:
         reason = first_failure(report)
         if reason is None and child_ended(error):

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.base.errors import HeadraceError
+from headrace.net import tracing
 from headrace.records.trajectory import FinishReason, Group, Sampling, Span, Trajectory
 from headrace.replay import Lease
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
@@ -96,6 +97,7 @@ async def generate(
             completion = output.outputs[0]
             sampled.add(completion)
             if output.finished:
+                trace_request(output)
                 labels = read_labels(completion)
                 if completion.finish_reason == "abort" and saver is not None:
                     if sampled.new:
@@ -108,6 +110,34 @@ async def generate(
                     saved = sampled.new
                     await saver.save(sampled.record(labels, "length", "", sampled.begun + sampled.new))
     raise GenerationError(f"trajectory {index}: the engine returned no output")
+
+
+def trace_request(output: RequestOutput) -> None:
+    """Add what the engine knows of a finished request to the current span, under vLLM's own names."""
+    span, stats = tracing.current(), output.metrics
+    if span is tracing.NO_SPAN:
+        return
+    completion = output.outputs[0]
+    span.set(
+        {
+            "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids or ()),
+            "gen_ai.usage.completion_tokens": len(completion.token_ids)
+            if stats is None
+            else stats.num_generation_tokens,
+            "gen_ai.response.finish_reasons": [str(completion.finish_reason)],
+            "headrace.cached_tokens": output.num_cached_tokens or 0,
+        }
+    )
+    if stats is not None and stats.first_token_ts:
+        span.set(
+            {
+                "gen_ai.latency.time_in_queue": stats.scheduled_ts - stats.queued_ts,
+                "gen_ai.latency.time_to_first_token": stats.first_token_latency,
+                "gen_ai.latency.time_in_model_prefill": stats.first_token_ts - stats.scheduled_ts,
+                "gen_ai.latency.time_in_model_decode": stats.last_token_ts - stats.first_token_ts,
+                "headrace.preemptions": stats.num_preemptions,
+            }
+        )
 
 
 def _labels(engine: AsyncLLM, request: str) -> Labels:

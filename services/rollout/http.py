@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headrace.config import Config
+from headrace.net import tracing
 from headrace.net.replica_client import (
     RENDER,
     SAMPLE,
@@ -30,6 +31,7 @@ from headrace.net.replica_client import (
 )
 from headrace.net.service import create_app, problems, read_body
 from headrace_services.rollout.chat_format import ChatFormat, Written
+from headrace_services.rollout.engine_stats import EngineStats
 from headrace_services.rollout.generate import GenerationError
 from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.rollout.worker import RolloutWorker
@@ -139,7 +141,9 @@ def _add_call(
     parsed = Depends(body)
 
     async def post(raw_request: Request, request: Any = parsed) -> Response:
-        return _json(200, await answer(request))
+        caller = tracing.SpanId.parse(raw_request.headers.get(tracing.HEADER, ""))
+        with tracing.span("generate" if path == SAMPLE else "render", caller) if caller else tracing.NO_SPAN:
+            return _json(200, await answer(request))
 
     schemas = {name: _schema(kind) for name, kind in (("asked", asked), ("given", given), ("refusal", ErrorBody))}
     refusals = {
@@ -289,6 +293,12 @@ class RolloutMetrics(Collector):
                 verdict and verdict.difference,
             ),
         }
+        stats = EngineStats.of(self.engine)
+        gauges |= {
+            "kv_cache_use": ("Share of the engine's KV cache that running sequences hold", stats.kv_cache_use),
+            "engine_running": ("Sequences that the engine computes in a step", stats.running),
+            "engine_waiting": ("Sequences that have no room in the engine's steps", stats.waiting),
+        }
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"headrace_rollout_{name}", text, value=value)
@@ -313,6 +323,14 @@ class RolloutMetrics(Collector):
             "Tokens that these calls continued and that were in the prefix cache",
             value=status.call_cached_tokens,
         )
+        for name, text, value in (
+            ("preemptions", "Times a running sequence lost its KV cache to others", stats.preemptions),
+            ("prefix_cache_queries", "Tokens of prompts looked up in the prefix cache", stats.prefix_queries),
+            ("prefix_cache_hits", "Tokens of prompts found in the prefix cache", stats.prefix_hits),
+            ("engine_prompt_tokens", "Tokens of prompts that the engine computed", stats.prompt_tokens),
+            ("engine_generated_tokens", "Tokens that the engine sampled", stats.generated_tokens),
+        ):
+            yield CounterMetricFamily(f"headrace_rollout_{name}", text, value=value)
         for name, text, counts in (
             ("groups", "Leases, by how they ended", status.groups),
             ("calls", "Calls of episodes, by how they ended", status.calls),

@@ -18,6 +18,7 @@ from headrace.base.errors import HeadraceError
 from headrace.base.model_name import check_model_name, check_tokenizer_name
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
+from headrace.net import tracing
 from headrace.net.credentials import buffer_url
 from headrace.net.http_access import HttpAccess
 from headrace.net.replica_client import PATHS, ROLE
@@ -47,6 +48,7 @@ def main(config: Config) -> None:
     _leave_on_signals()
     with contextlib.suppress(_Stopped):
         _run(config)
+    tracing.stop()
     # nothing is left to do, and shutting down an interpreter that has vLLM loaded can take longer than a stopped service may take
     logging.shutdown()
     sys.stdout.flush()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.base.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Restartable, Surplus
 from headrace.base.tasks import cancel
 from headrace.config import Config
+from headrace.net import tracing
 from headrace.net.replica_client import RenderRefused, ReplicaFenced, Sampled, SampleRequest
 from headrace.records.trajectory import Trajectory
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
@@ -289,8 +290,16 @@ class RolloutWorker:
 
     async def _take_part(self, epoch: Epoch) -> None:
         verified = False
+        run, timeline, version = self._replay.run_id, epoch.timeline, epoch.version
+        span = tracing.span(
+            "receive_weights",
+            tracing.epoch_span(run, timeline, version, epoch.id),
+            attributes=tracing.named(replica_id=self.replica, version=version, timeline=timeline),
+        )
         try:
-            verified = await self.receiver.take_part(epoch)
+            with span:
+                verified = await self.receiver.take_part(epoch)
+                span.set(tracing.named(verified=verified))
         except ReplayUnavailable as error:
             log.warning("the buffer became unreachable during the refit to version %d: %s", epoch.version, error)
         finally:
@@ -377,7 +386,8 @@ class RolloutWorker:
                     return
                 # the salt of the weights that the engine has now: this may have waited across a refit
                 salt = self.receiver.cache_salt
-                trajectory = await generate(self._engine, lease, index, self.replica, saver, salt)
+                with self._traced(lease, index):
+                    trajectory = await generate(self._engine, lease, index, self.replica, saver, salt)
         except GenerationError as error:
             if self._leaving and isinstance(error, RequestAborted):
                 return
@@ -391,6 +401,22 @@ class RolloutWorker:
         taken_over = lease.prefixes[index].completion_token_ids.size if index in lease.prefixes else 0
         self.status.tokens += trajectory.completion_token_ids.size - taken_over
         self.status.tokens_taken_over += taken_over
+
+    def _traced(self, lease: Lease, index: int) -> tracing.Span:
+        if not tracing.is_on():
+            return tracing.NO_SPAN
+        return tracing.span(
+            "generate",
+            tracing.lease_span(self._replay.run_id, lease.group.id, lease.attempt, self.replica),
+            attributes=tracing.named(
+                group_id=lease.group.id,
+                index=index,
+                attempt=lease.attempt,
+                replica_id=self.replica,
+                version=lease.version,
+                timeline=lease.timeline,
+            ),
+        )
 
     async def _save(self, lease: Lease, trajectory: Trajectory) -> None:
         """Save an unfinished trajectory. A save may fail or be skipped: the next one contains everything that it would have saved."""

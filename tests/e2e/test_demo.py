@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import headrace_services.agents.metrics  # noqa: F401  # registers those of epis
 from headrace.config import load
 from headrace.run.journal import Journal, surviving
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
+from tests.support.collector import Received, collecting
 from tests.support.command import headrace, headrace_process
 from tests.support.light_services import forked
 from tests.support.metrics import expressions, families, names_in, pages, reader_token, scrape
@@ -92,7 +94,7 @@ STEPS = 10
 @dataclasses.dataclass(frozen=True)
 class Demo:
     """A finished run: its folder, what it was started with, what its first start, which was killed, and its second one said, and what
-    they left behind. `metrics` is what the services of the first one showed to Prometheus."""
+    they left behind. `metrics` is what the services of the first one showed to Prometheus, `spans` what the second one exported."""
 
     folder: Path
     arguments: list[str]
@@ -100,6 +102,7 @@ class Demo:
     said: str
     left: list[str]
     metrics: str
+    spans: list[Received]
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +126,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     left += leftovers(place)
 
     arguments.append(f"grpo.max_num_steps={STEPS}")
-    second = Up(DEMO, *arguments, output=place / "second.out", cwd=place, environ=forked(place / "services"))
-    assert second.process.wait(timeout=500) == 0, second.said()
-    return Demo(place / "demo", arguments, first.said(), second.said(), left + leftovers(place), shown)
+    with collecting() as collector:
+        traced = forked(place / "services") | collector.variables
+        second = Up(DEMO, *arguments, output=place / "second.out", cwd=place, environ=traced)
+        assert second.process.wait(timeout=500) == 0, second.said()
+    left += leftovers(place)
+    return Demo(place / "demo", arguments, first.said(), second.said(), left, shown, collector.spans)
 
 
 def test_dashboard_and_alerts_read_what_services_show(demo: Demo) -> None:
@@ -149,6 +155,48 @@ def test_the_demo_learns_and_keeps_its_laws_though_it_is_killed(demo: Demo) -> N
     assert accuracy[STEPS] >= accuracy[0] + 0.25
     audit(run, demo.arguments, STEPS)
     assert (run / "curve.png").stat().st_size > 1000
+
+
+def test_a_trained_group_is_one_trace_from_its_prompt_to_its_step(demo: Demo) -> None:
+    config = load(DEMO, demo.arguments)
+    n = config.algorithm.num_generations_per_prompt
+    steps = {span.id: span for span in demo.spans if span.name == "step"}
+    whole = 0
+    for group in (span for span in demo.spans if span.name == "group" and span["end"] == "trained"):
+        trace = [span for span in demo.spans if span.id.trace == group.id.trace]
+        by_id = {span.id: span for span in trace}
+        assert all(span.parent in by_id for span in trace if span is not group), "it is connected"
+        parents = Counter((span.name, by_id[span.parent].name) for span in trace if span.parent is not None)
+        if (parents["generating", "group"], parents["generate", "generating"]) != (1, n):
+            continue  # the first start had it too
+        whole += 1
+        states = ["queued", "generating", "scoring", "ready", "reserved"]
+        assert parents == {
+            **{(state, "group"): 1 for state in states},
+            ("generate", "generating"): n,
+            ("score", "group"): n,
+            ("environment", "score"): n,
+        }
+        services = {span.name: span.service for span in trace}
+        assert services == {
+            **dict.fromkeys(["group", *states], "headrace-trainer"),
+            "generate": "headrace-rollout",
+            "score": "headrace-replay",
+            "environment": "headrace-reward",
+        }
+        (reserved,) = (span for span in trace if span.name == "reserved")
+        (step,) = (steps[link] for link in reserved.links)
+        (train,) = (span for span in demo.spans if span.name == "train" and span.parent == step.id)
+        assert group.id in train.links
+        assert step["step"] == group["step"] == reserved["step"]
+    assert whole
+    received = [span for span in demo.spans if span.name == "receive_weights"]
+    epochs = {span.id for span in demo.spans if span.name == "epoch"}
+    assert received
+    assert all(span.parent in epochs for span in received)
+    told = next(span for span in demo.spans if span.name == "generate").attributes
+    assert told["gen_ai.usage.completion_tokens"] > 0
+    assert told["gen_ai.latency.time_to_first_token"] > 0
 
 
 def test_it_begins_in_a_hostile_shell_as_in_any_other(demo: Demo) -> None:

@@ -301,7 +301,12 @@ class Scoring(Core):
 
     def _is_left_with_killers(self, name: str) -> bool:
         """Nothing will be sent to the environment but what killed it, of which one is with it."""
-        coming = [held for held in self.groups.values() if held.state in ("queued", "open")]
+        coming = [
+            held
+            for held in self.groups.values()
+            if held.state == "open"
+            or (held.state == "queued" and (held.lane != "train" or held.passed or held.group.env_name == name))
+        ]
         others = [piece for piece in self.waiting(name).values() if not piece.alone]
         return self.closed and not coming and not self.wanted and not others and len(self.taken(name)) == 1
 

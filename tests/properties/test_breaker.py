@@ -229,6 +229,18 @@ async def test_what_alone_is_left_and_kills_the_environment_ends_failed(world: W
     assert isinstance(await world.call("reserve", 0, world.model.timeline), End)
 
 
+async def test_prompts_of_others_that_have_no_room_show_nothing(world: World) -> None:
+    """The trainer waits for the first in order, and admission for the trainer."""
+    await generate(world, ["math", *["code"] * 7])
+    await world.call("close", world.model.timeline)
+    await say(world, await take(world, name="code"), "SCORED")
+    assert world.model.count("train") == {"scoring": 1, "ready": 3, "queued": 4}
+    assert isinstance(await world.call("reserve", 0, world.model.timeline), Waiting)
+    await kill(world, 12)
+    assert world.model.count("train") == {"failed": 1, "ready": 3, "queued": 4}
+    assert not isinstance(await world.call("reserve", 0, world.model.timeline), (Waiting, End))
+
+
 async def test_what_kills_the_environment_waits_while_another_may_come(world: World) -> None:
     """It may be the environment that dies of everything: then its fault costs no prompt."""
     await generate(world, ["math"])

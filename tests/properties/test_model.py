@@ -11,14 +11,8 @@ from tests.properties.machine import Everyone
 STEPS = 100
 # Calls of the buffer that an example makes on average, those that hand in and train what is left at its end included.
 CALLS_AN_EXAMPLE = 1_500
-CALLS, NIGHTLY_CALLS = 3_000, 200_000
 # Of these, what each server gets.
 SHARES = {"valkey": 0.8, "redis-7.0": 0.2}
-
-
-@pytest.fixture(scope="session")
-def calls(pytestconfig: pytest.Config) -> int:
-    return pytestconfig.getoption("calls") or (NIGHTLY_CALLS if pytestconfig.getoption("nightly") else CALLS)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ import torch
 
 from headrace.base.errors import HeadraceError
 from headrace.config import Config
+from headrace.net import tracing
 from headrace.records.trajectory import Group, Trajectory
 from headrace.replay import ReplayClient, Reservation
 from headrace_services.refit.sender import WeightSender
@@ -228,7 +229,8 @@ def run(settings: str, fault: str) -> None:
     name, _, at = fault.partition(":")
     try:
         config = Config.model_validate_json(settings)
-        main(config, dependencies(name, int(at or -1), config.checkpointing.save_period))
+        with tracing.exporting(config.telemetry, "trainer", config.run.id or ""):  # as `headrace trainer` does
+            main(config, dependencies(name, int(at or -1), config.checkpointing.save_period))
     except HeadraceError as error:
         sys.exit(f"error: {error}")
 

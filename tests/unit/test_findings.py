@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.config import Config
@@ -161,6 +162,22 @@ def test_a_replica_that_admission_never_gives_a_group_is_too_many() -> None:
     assert found.remedy == "rollout.replicas=2"
     replicas = [ReplicaNow(str(place), "HEALTHY", 0, 0, 0.0) for place in range(4)]
     assert "2 have nothing to do" in only(*find([], config(few), now=now(replicas=replicas))).title
+
+
+def test_replicas_whose_kv_cache_is_full_are_named_with_its_key() -> None:
+    well = ReplicaNow("a", "HEALTHY", 0, 0, 0.0, kv_use=0.99, preemptions_per_s=0.0)
+    assert find([], config(), now=now(replicas=[well])) == []
+    short = msgspec.structs.replace(well, preemptions_per_s=2.5, running=12)
+    found = only(*find([], config(), now=now(replicas=[well, short])))
+    assert "1 of 2 replicas" in found.title
+    assert "gpu_memory_utilization" in found.remedy
+    assert "max_num_seqs=12" in found.remedy
+    # a replica on a CPU has a cache of 256 MiB unless the key says otherwise
+    on_cpu = now(replicas=[msgspec.structs.replace(short, device="cpu")])
+    for size in (None, 2**28):
+        sized = {"policy": {"generation": {"vllm_cfg": {"kv_cache_memory_bytes": size}}}}
+        remedy = only(*find([], config(sized), now=on_cpu)).remedy
+        assert f"policy.generation.vllm_cfg.kv_cache_memory_bytes={2**29}" in remedy
 
 
 def test_metrics_that_are_no_numbers_are_no_finding() -> None:

@@ -22,8 +22,9 @@ def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
     read = list(iterate_events(path, GroupEvent._fields))
     assert [event._replace(**dict.fromkeys(OF_PROMPT)) for event in read] == told
     assert read[0].prompt == "user: what is 0+1?"
-    assert list(find_events(path, "a")) == read
-    assert [event.what for event in find_events(path, "another")] == ["rewound"]
+    assert list(find_events(path, "a", (0, 10_000))) == read
+    assert [event.what for event in find_events(path, "another", (0, 10_000))] == ["rewound"]
+    assert list(find_events(path, "a", (1_001, 1_003))) == read[1:4]
     some = list(iterate_events(path, ["id", "what"]))
     assert [(event.what, event.group) for event in some] == [(event.what, None) for event in told]
 

@@ -194,6 +194,16 @@ def test_merged_files_have_every_event(folder: Path) -> None:
     assert history.states() == {"trained": group_files.MERGED + 1}
 
 
+def test_a_file_of_many_groups_is_taken_in_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [life(f"g{order}", order, *TRAINED) for order in range(3)]
+    write(folder, events(*[event for side_by_side in zip(*told, strict=True) for event in side_by_side]))
+    known = GroupHistory(folder).find(GroupQuery())
+    assert known[0] == 3
+    (folder / INDEX).unlink()
+    monkeypatch.setattr(group_index, "_AT_ONCE", 2)
+    assert GroupHistory(folder).find(GroupQuery()) == known
+
+
 def test_a_file_that_was_merged_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history, read = GroupHistory(folder), list[str]()
     monkeypatch.setattr(group_files, "_AT_ONCE", 8)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -192,6 +191,7 @@ def requires(package: str) -> list[str]:
 
 # What only some of a service's environments or trackers need: the extras that may bring it besides the service's own.
 BESIDES = {
+    "headrace.net.tracing": ("tracing",),
     "headrace_services.reward.model_process": ("reward-model",),
     "headrace_services.trainer.telemetry.trackers": ("mlflow", "wandb"),
 }
@@ -233,10 +233,15 @@ def imported(in_functions: bool) -> dict[str, set[str]]:
     return found
 
 
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Those that bring each package. All that are installed are read, which takes a second."""
+    return metadata.packages_distributions()
+
+
 def undeclared(modules: set[str], extras: tuple[str, ...], in_functions: bool) -> set[str]:
     """The imports of these modules of ours, and of those that they import, that neither the base package nor the extras declare."""
-    brought_by = importlib.metadata.packages_distributions()
-    ours = imported(in_functions)
+    brought_by, ours = distributions(), imported(in_functions)
     left, seen, found = [*modules], set[str](), set[str]()
     while left:
         module = left.pop()

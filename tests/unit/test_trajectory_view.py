@@ -84,6 +84,7 @@ def test_a_view_has_the_columns_tokens_and_calls_of_one_trajectory(tmp_path: Pat
     )
     assert second["context_tokens"] == [{"id": 4, "text": "d"}]
     assert found["legend"]["mask_reasons"][2] == "UNTRAINED_CALL"
+    assert found["legend"]["clipped"][-1] == "LOW"
     rest = files.view("train", 7, group, played.index, first=3)
     assert rest is not None
     assert rest["tokens"] == [{"id": 26, "text": "<0xE2>"}]

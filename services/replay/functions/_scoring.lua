@@ -244,13 +244,18 @@ local function is_used_up(run, entry, attempts, own)
   return entry.status == 'INVALID' or attempts >= run.max_scoring_attempts
 end
 
--- Whether the trajectories that killed the environment's process are all that it will ever be sent: no prompt will come, none is being
--- generated, and nothing else waits.
+-- Whether the trajectories that killed the environment's process are all that it will ever be sent: no prompt of it will come, none may be
+-- being generated, and nothing else waits. Prompts of other environments may be queued: the trainer may be waiting for these trajectories
+-- before there is room for them.
 local function is_left_with_killers(run, env)
   if run.closed == 0 or redis.call('EXISTS', run.base .. 'wanted', place_of(run, 'unscored', env)) > 0 then return false end
   if redis.call('ZCARD', place_of(run, 'taken', env)) > 1 then return false end
-  for _, lane in ipairs({'train', 'validation'}) do
-    if count_in(run, lane, 'queued') + count_in(run, lane, 'open') > 0 then return false end
+  local queue = redis.call('ZRANGE', queue_of(run, 'train'), 0, -1)
+  local coming = count_in(run, 'train', 'open') + count_in(run, 'train', 'queued') - #queue  -- and those that were passed over
+  for _, state in ipairs({'queued', 'open'}) do coming = coming + count_in(run, 'validation', state) end
+  if coming > 0 then return false end
+  for _, id in ipairs(queue) do
+    if environment_of(run, load_group(run, id, {'env'})) == env then return false end
   end
   return true
 end

@@ -6,17 +6,26 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.base.errors import CodecError, HeadraceError
+from headrace.net import tracing
 from headrace.records.group_event import GroupEvent
 from headrace.records.trajectory import Lane
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.replay.history import expand_entry
-from headrace.run.group_files import PROMPT_CHARACTERS, cannot_write, merge_files, write_file
+from headrace.run.group_files import (
+    PROMPT_CHARACTERS,
+    cannot_write,
+    iterate_events,
+    list_files,
+    merge_files,
+    write_file,
+)
 from headrace.run.samples import find_expected, write_prompt
+from headrace_services.trainer.control.group_spans import FIELDS, GroupSpans
 from headrace_services.trainer.data import Problem
 
 log = logging.getLogger(__name__)
@@ -48,6 +57,7 @@ class HistoryWriter:
         self._timeline = timeline
         self._prompts = prompts
         self._lost = 0  # as written last
+        self._spans: GroupSpans | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -106,10 +116,22 @@ class HistoryWriter:
         rows = [row for entry, fields in entries for row in expand_entry(entry, fields)]
         if lost != self._lost:
             rows.append(GroupEvent(rows[-1].id, rows[-1].part + 1, "lost", lost=lost))
+        ended = list(self._end_spans(rows)) if tracing.is_on() else []
         try:
             write_file(self._folder, to_columns(rows, self._prompts))
         except OSError as error:
             raise cannot_write(self._folder, error) from error
+        for span in ended:
+            tracing.emit(span)
+
+    def _end_spans(self, rows: Iterable[GroupEvent]) -> Iterator[tracing.EndedSpan]:
+        """Yield the spans that end with these events."""
+        if self._spans is None:
+            self._spans = GroupSpans(self._replay.run_id)
+            for row in _read_events(self._folder):  # an earlier trainer exported what ended there
+                self._spans.note(row)
+        for row in rows:
+            yield from self._spans.note(row)
 
     def _merge(self) -> None:
         try:
@@ -119,6 +141,15 @@ class HistoryWriter:
             log.warning("files of groups are not merged: %s", error)
         except OSError as error:
             raise cannot_write(self._folder, error) from error
+
+
+def _read_events(folder: Path) -> Iterator[GroupEvent]:
+    """Yield the events in the folder's files, as far as spans need them."""
+    for file in list_files(folder):
+        try:
+            yield from iterate_events(file.path, FIELDS)
+        except CodecError as error:
+            log.warning("traces lack what came before: %s", error)
 
 
 def to_columns(rows: Sequence[GroupEvent], prompts: Problems) -> dict[str, Sequence[Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from headrace.base.errors import (
     WrongTimeline,
 )
 from headrace.config import Config
+from headrace.net import tracing
 from headrace.replay import End, Replica, Reservation, RunState, Waiting
 from headrace.replay.base_client import BATCH
 from headrace.run.history import CURVES
@@ -73,6 +75,7 @@ class Loop:
         self._reward: float | None = None
         self._rejections = 0  # since the last step that was trained
         self._runner_at = context.began
+        self._step_began_ns = time.time_ns()
 
     async def run(self) -> bool:
         """Train until the last step or the last prompt (returns True), or until a stop (returns False).
@@ -152,9 +155,11 @@ class Loop:
                     await self._finish()
                     return True
                 case Action.CHECKPOINT:
-                    await self._checkpoint()
+                    with self._traced("checkpoint"):
+                        await self._checkpoint()
                 case Action.REFIT:
-                    await self._fleet.refit(self._version)
+                    with self._traced("refit"):
+                        await self._fleet.refit(self._version)
                 case Action.VALIDATE:
                     await self._validations.start(self._version)
                 case Action.ABANDON_VALIDATION:
@@ -167,7 +172,7 @@ class Loop:
                     self._reply = await self._reserve()
                 case Action.TRAIN:
                     assert isinstance(self._reply, Reservation)
-                    await self._train(self._reply)
+                    await self._train_traced(self._reply)
                 case Action.WAIT:
                     await self._wait()
                     self._reply = None
@@ -226,6 +231,25 @@ class Loop:
                 "rewards with which a prompt's completions score differently"
             ) from error
 
+    async def _train_traced(self, reservation: Reservation) -> None:
+        """Train a step, in a span that is linked to its groups. With it ends the span of the whole step, which began with the last one's
+        end: its refit and the wait for its batch belong to it."""
+        step, run = self._version, self._replay.run_id
+        with self._traced("train", [tracing.group_span(run, group) for group in reservation.groups]):
+            await self._train(reservation)
+        if self._version > step:
+            ended_ns = time.time_ns()
+            at = tracing.step_span(run, self._timeline, step)
+            attributes = tracing.named(step=step, timeline=self._timeline)
+            tracing.emit(tracing.EndedSpan("step", at, None, self._step_began_ns, ended_ns, attributes))
+            self._step_began_ns = ended_ns
+
+    def _traced(self, name: str, links: Sequence[tracing.SpanId] = ()) -> tracing.Span:
+        """Return a span of the step that makes the next version."""
+        step = tracing.step_span(self._replay.run_id, self._timeline, self._version)
+        attributes = tracing.named(step=self._version, timeline=self._timeline)
+        return tracing.span(name, step, links=links, attributes=attributes)
+
     async def _train(self, reservation: Reservation) -> None:
         """Train step t on its batch. The weights of version t become version t + 1."""
         config, context, lead, step = self._config, self._context, self._context.lead, self._version
@@ -257,6 +281,15 @@ class Loop:
             step, metrics["reward"], metrics["avg_trajectory_age"],
             metrics["performance/tokens_per_sec"], metrics["timing/train/total_step_time"],
         )  # fmt: skip
+        tracing.current().set(
+            tracing.named(
+                reward=metrics["reward"],
+                age=metrics["avg_trajectory_age"],
+                groups=len(groups),
+                trajectories=len(reservation.trajectories),
+                optimizer_seconds=metrics.get("timing/train/policy_training"),
+            )
+        )
         builds = collect_builds(groups, origins)
         self._recorder.note_builds(step, builds)
         await self._recorder.publish("train", step, metrics, builds)

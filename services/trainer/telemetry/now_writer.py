@@ -35,33 +35,56 @@ PERIOD_S = 1.0
 # How often replicas and hubs are asked, how long they may take, and how many replicas are asked: a page costs each a millisecond.
 ASK_PERIOD_S, ASK_S, MOST_ASKED = 5.0, 2.0, 64
 _PAGE_BYTES = 1 << 20
-# The counters of tokens on a replica's page: of trajectories, and of calls of episodes.
-_TOKENS = ("headrace_rollout_tokens_total", "headrace_rollout_call_tokens_total")
-_QUEUE = "headrace_rollout_requests_running"
+# What is read of a replica's page: sums since its start, and what is so now. Labels, which these don't have, would be a part of the name.
+_PREFIX = "headrace_rollout_"
+_SUMS = ("engine_generated_tokens", "preemptions", "prefix_cache_queries", "prefix_cache_hits")
+_GAUGES = ("requests_running", "kv_cache_use", "engine_running", "engine_waiting")
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What a replica's page says: its tokens so far, when it said it, and the sequences in its engine."""
+    """What a replica's page says, by the names above, and when it said it."""
 
-    tokens: float
     at: float
-    queue: int
+    values: Mapping[str, float]
 
 
 def read_load(page: str, at: float) -> Load | None:
     """Return the load on a replica's page of metrics, read `at` this time; None for a page without it."""
+    wanted = {f"{_PREFIX}{name}_total": name for name in _SUMS} | {f"{_PREFIX}{name}": name for name in _GAUGES}
     values: dict[str, float] = {}
     for line in page.splitlines():
         name, _, value = line.partition(" ")
-        if name in (*_TOKENS, _QUEUE):
+        if name in wanted:
             try:
-                values[name] = float(value)
+                values[wanted[name]] = float(value)
             except ValueError:
                 return None
-    if not {_TOKENS[0], _QUEUE} <= values.keys():
-        return None
-    return Load(sum(values.get(name, 0.0) for name in _TOKENS), at, int(values[_QUEUE]))
+    return Load(at, values) if values.keys() == set(wanted.values()) else None
+
+
+def _describe(before: Load | None, load: Load | None) -> dict[str, Any]:
+    """Return the fields of a replica that its page tells. Rates need two readings of the same process."""
+    if load is None:
+        return {}
+    now = load.values
+    told: dict[str, Any] = {
+        "queue": int(now["requests_running"]),
+        "kv_use": now["kv_cache_use"],
+        "running": int(now["engine_running"]),
+        "waiting": int(now["engine_waiting"]),
+    }
+    if before is None or load.at <= before.at or any(now[name] < before.values[name] for name in _SUMS):
+        return told
+    more = {name: now[name] - before.values[name] for name in _SUMS}
+    seconds = load.at - before.at
+    told |= {
+        "tokens_per_s": more["engine_generated_tokens"] / seconds,
+        "preemptions_per_s": more["preemptions"] / seconds,
+    }
+    if more["prefix_cache_queries"]:
+        told["prefix_hits"] = more["prefix_cache_hits"] / more["prefix_cache_queries"]
+    return told
 
 
 def assemble(
@@ -76,10 +99,6 @@ def assemble(
     replicas = []
     for each in stats["replicas"]:
         address = _text(each["info"].get("url"))
-        before, load = loads.get(address or "", (None, None))
-        rate = None
-        if before is not None and load is not None and load.at > before.at:
-            rate = max(0.0, load.tokens - before.tokens) / (load.at - before.at)
         replicas.append(
             ReplicaNow(
                 id=each["id"],
@@ -91,8 +110,7 @@ def assemble(
                 device=_text(each["info"].get("device")),
                 reason=each["reason"] or None,
                 logprob_error=each["logprob_error"],
-                tokens_per_s=rate,
-                queue=None if load is None else load.queue,
+                **_describe(*loads.get(address or "", (None, None))),
             )
         )
     runners = [

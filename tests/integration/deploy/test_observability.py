@@ -51,6 +51,25 @@ def test_every_service_of_the_compose_file_is_read() -> None:
     assert all(job["tls_config"]["server_name"] == job["job_name"] and "authorization" in job for job in jobs)
 
 
+def test_services_export_traces_to_the_tempo_that_grafana_reads() -> None:
+    """Tempo itself is not here to take its configuration: what has to agree, agrees."""
+    services = yaml.safe_load((ROOT / "deploy" / "docker-compose.yml").read_text())["services"]
+    tempo = yaml.safe_load((OBSERVABILITY / "tempo.yml").read_text())
+    taken = tempo["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]
+    for name in ("replay", "reward", "rollout", "agents", "trainer"):
+        environment = services[name]["environment"]
+        scheme, host, port = re.fullmatch(r"(\w+)://(\w+):(\d+)", environment["OTEL_EXPORTER_OTLP_ENDPOINT"]).groups()  # type: ignore[union-attr]
+        assert (scheme, host, port) == ("https", "tempo", taken["endpoint"].rpartition(":")[2])
+        assert environment["OTEL_EXPORTER_OTLP_CERTIFICATE"] == environment["HEADRACE_SECURITY__TLS_CA"]
+        assert environment["HEADRACE_TELEMETRY__ENABLED"] == "${TRACES:-false}", "off unless it is asked for"
+    mounts = dict(volume.split(":")[:2] for volume in services["tempo"]["volumes"])
+    assert set(taken["tls"].values()) == {f"{mounts['secrets-tempo']}/tls.{end}" for end in ("pem", "key")}
+    assert all(tempo["storage"]["trace"][kind]["path"].startswith(f"{mounts['tempo']}/") for kind in ("local", "wal"))
+    sources = yaml.safe_load((OBSERVABILITY / "grafana" / "datasources.yml").read_text())["datasources"]
+    (source,) = (each for each in sources if each["type"] == "tempo")
+    assert source["url"] == f"http://tempo:{tempo['server']['http_listen_port']}"
+
+
 # What makes each alert fire, and what does not: series of values a minute apart.
 FIRING: Mapping[str, tuple[str, str, str]] = {
     "ServiceDown": ('up{job="rollout", instance="a"}', "0x90", "1x90"),

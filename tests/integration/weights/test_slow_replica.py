@@ -98,7 +98,7 @@ async def test_one_that_is_too_slow_keeps_no_other_from_the_weights(
     replay: ReplayClient, redis_url: str, tiny_model: Path
 ) -> None:
     await replay.rewind(0, TIMELINE)
-    trainer = Trainer(replay, tiny_model, TIMELINE, bucket_bytes=2**19, timeout_s=8.0)
+    trainer = Trainer(replay, tiny_model, TIMELINE, bucket_bytes=2**19, timeout_s=8.0, max_retries=0)
     quick = Counting(replay, tiny_model)
     async with running(quick.run()), slow_replica(redis_url, trainer, tiny_model) as slow:
         await trainer.see(2)

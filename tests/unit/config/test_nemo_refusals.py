@@ -52,7 +52,7 @@ def test_what_changes_no_number_is_replaced(tmp_path: Path, key: str, value: str
         ("policy.sequence_packing.algorithm", "modified_ffd"),
         ("policy.sequence_packing.algorithm", "CONCATENATIVE"),
         ("policy.generation.vllm_kwargs.mamba_cache_mode", "align"),
-        ("telemetry", "{enabled: true, exporter: otlp}"),
+        ("telemetry", "{exporter: otlp, span_groups: all}"),
         ("data_plane", "{enabled: true, impl: transfer_queue, backend: simple}"),
         ("token_capture", "{enabled: true, staging_partition: staging}"),
         ("rollout_recovery", "{default_granularity: sibling, task_granularity_overrides: {math: prompt_group}}"),
@@ -60,6 +60,11 @@ def test_what_changes_no_number_is_replaced(tmp_path: Path, key: str, value: str
 )
 def test_what_the_engine_and_the_services_do_themselves(tmp_path: Path, key: str, value: str) -> None:
     assert read(tmp_path, "", f"{key}={value}")[0] == read(tmp_path)[0]
+
+
+def test_traces_are_switched_on_as_there(tmp_path: Path) -> None:
+    config, _ = read(tmp_path, "telemetry: {enabled: true, service_name: adder, span_groups: default}")
+    assert (config.telemetry.enabled, config.telemetry.service_name) == (True, "adder")
 
 
 def test_bad_words_are_ours(tmp_path: Path) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
 from headrace.config.loading import examine
-from headrace.page import answers
-from headrace.page.run_files import RunFolder
+from headrace.page import answers, overview, server
+from headrace.page.memory import release_memory
+from headrace.page.run_files import RunFiles, RunFolder
 from headrace.page.server import build_app, encode
 from headrace.run import group_files, start
 from headrace.run.history import RUN_LOCK
@@ -254,6 +258,65 @@ def test_events_that_stand_in_two_files_are_drawn_once(tmp_path: Path, twice: tu
             group_files.write_file(groups, whole.slice(0, 80).to_pydict())
         assert len(group_files.list_files(groups)) == 2
         assert ask(client, "/api/runs/adder/timeline")["lanes"] == once
+
+
+def test_memory_of_a_long_answer_is_given_back(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+
+    def release() -> None:
+        release_memory()
+        given_back.append(True)
+
+    monkeypatch.setattr(server, "release_memory", release)
+    monkeypatch.setattr(server, "_LONG_S", 60.0)
+    ask(client, "/api/runs/adder/timeline")
+    assert not given_back
+    monkeypatch.setattr(server, "_LONG_S", -1.0)
+    ask(client, "/api/runs/adder/timeline")
+    ask(client, "/api/runs/adder/groups/nowhere", 404)
+    assert given_back == [True, True]
+
+
+def test_tables_are_kept_in_memory_that_can_be_given_back() -> None:
+    code = """
+from headrace.page.memory import keep_little_memory, release_memory
+keep_little_memory()
+import pyarrow
+release_memory()
+print(pyarrow.default_memory_pool().backend_name)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "system\n"
+
+
+def test_a_run_that_is_read_for_long_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the index of a million groups is, which takes minutes once."""
+    for name in ("slow", "quick"):
+        recorded_run(tmp_path, name)
+    reading, done = threading.Event(), threading.Event()
+
+    def read_for_long(run: RunFiles, window: str) -> dict[str, str]:
+        if run.name == "slow":
+            reading.set()
+            assert done.wait(60)
+        return {"name": run.name}
+
+    monkeypatch.setattr(overview, "describe", read_for_long)
+
+    async def look() -> None:
+        transport = httpx.ASGITransport(build_app(tmp_path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
+            waiting = [asyncio.create_task(client.get("/api/runs/slow")) for _ in range(5)]
+            assert await asyncio.to_thread(reading.wait, 60)
+            try:
+                async with asyncio.timeout(30):
+                    assert (await client.get("/api/runs/quick")).json() == {"name": "quick"}
+                assert not any(task.done() for task in waiting)
+            finally:
+                done.set()
+            assert [(await task).json() for task in waiting] == [{"name": "slow"}] * 5
+
+    asyncio.run(look())
 
 
 def test_logs_are_merged_by_time(client: TestClient) -> None:

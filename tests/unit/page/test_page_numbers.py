@@ -48,6 +48,8 @@ def test_merged_lanes_cover_what_they_stand_for() -> None:
     for place in number.tolist():
         assert any(one["start"] <= start[place] and start[place] + length[place] <= one["end"] for one in merged)
     several = [bar for bar in merged if bar.get("count", 1) > 1]
+    assert max(bar["end"] - bar["start"] for bar in several) <= 100 / 20 + length.max(), "its place is told"
+    assert merged == sorted(merged, key=lambda bar: (bar["start"], bar["end"]))
     assert {bar["what"] for bar in several} == {"several"}
     assert all(bar["step"] is None and bar["group"] is None and bar["version"] is None for bar in several)
     one_kind = dataclasses.replace(bars, step=number * 0 + 7, what=number * 0)

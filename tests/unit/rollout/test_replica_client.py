@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config.telemetry import TelemetryConfig
+from headrace.net import tracing
 from headrace.net.credentials import Credentials
 from headrace.net.replica_client import RenderRefused, ReplicaClient, ReplicaFenced, ReplicaUnavailable, SampleRequest
+from tests.support.collector import collecting
 
 CALL = SampleRequest(token_ids=(3, 4), max_new_tokens=2, timeline="t", min_version=1)
 
@@ -96,3 +99,23 @@ async def test_the_token_is_the_one_of_the_moment(tmp_path: Path) -> None:
         await client.aclose()
     assert [head.lower().count(b"authorization: bearer old") for head in heard] == [1, 0]
     assert b"bearer replaced" in heard[1].lower()
+
+
+async def test_a_call_carries_the_current_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bytes] = []
+    with collecting() as collector:
+        for name, value in collector.variables.items():
+            monkeypatch.setenv(name, value)
+        async with answering(503, b"", heard) as url:
+            client = ReplicaClient(url)
+            with tracing.exporting(TelemetryConfig(), "agents", "run"):
+                with (
+                    tracing.span("call", tracing.group_span("run", "g")) as call,
+                    contextlib.suppress(ReplicaUnavailable),
+                ):
+                    await client.sample(CALL)
+                with contextlib.suppress(ReplicaUnavailable):
+                    await client.sample(CALL)
+            await client.aclose()
+    assert f"traceparent: {call.traceparent}".encode() in heard[0].lower()
+    assert b"traceparent" not in heard[1].lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,15 @@ class _Compose(yaml.SafeLoader):
 _Compose.add_constructor("!reset", lambda loader, node: None)
 SERVICES: dict[str, Any] = yaml.safe_load(FILE.read_text())["services"]
 ON_GPU: dict[str, Any] = yaml.load(GPU_FILE.read_text(), _Compose)["services"]
-OURS = {name: service for name, service in SERVICES.items() if name not in ("redis", "prometheus", "grafana")}
+HTTP_PORTS = {
+    "replay": "replay.port",
+    "reward": "reward.http_port",
+    "rollout": "rollout.port",
+    "agents": "agents.http_port",
+    "trainer": "trainer.port",
+    "page": "page.port",
+}
+OURS = {name: service for name, service in SERVICES.items() if name not in ("redis", "prometheus", "grafana", "tempo")}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -66,7 +75,7 @@ def test_the_hubs_token_goes_where_models_are_loaded() -> None:
 
 
 def test_services_speak_tls_and_ask_for_tokens() -> None:
-    for name in ("replay", "reward", "rollout", "agents", "trainer", "page"):
+    for name in HTTP_PORTS:
         environment = SERVICES[name]["environment"]
         assert environment["HEADRACE_REPLAY__REDIS_URL"].startswith("rediss://")
         assert {key for key in environment if key.startswith("HEADRACE_SECURITY__")} == {
@@ -75,7 +84,7 @@ def test_services_speak_tls_and_ask_for_tokens() -> None:
     assert "--port 0 --tls-port 6379" in " ".join(SERVICES["redis"]["command"])
 
 
-@pytest.mark.parametrize("name", ["replay", "reward", "rollout", "agents", "trainer", "page"])
+@pytest.mark.parametrize("name", HTTP_PORTS)
 def test_a_configuration_in_a_container_is_what_its_variables_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each service starts with them, that of the profile `agents` on a configuration that has episodes."""
     monkeypatch.chdir(DEPLOY.parent)
@@ -85,6 +94,9 @@ def test_a_configuration_in_a_container_is_what_its_variables_say(name: str, mon
     exposure.check(config, name)
     assert config.has_episodes == (name == "agents")
     assert config.run.id == "compose"
+    port = attrgetter(HTTP_PORTS[name])(config)
+    assert SERVICES[name]["healthcheck"]["test"] == ["CMD", "ready", str(port)]
+    assert SERVICES[name]["command"] == [name, "--config", "${CONFIG:-examples/arithmetic_tiny.yaml}"]
 
 
 def test_on_gpus_trainer_and_replica_are_one_host_to_nccl() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.net.credentials import Credentials
-from headrace.net.http_access import HttpAccess, new_code
+from headrace.net.http_access import Guard, HttpAccess, new_code
 
 NOW = 1_800_000_000.0
 HOST = {"host": "127.0.0.1:8390"}
@@ -181,3 +182,26 @@ def test_the_exchange_itself_is_of_this_site(access: HttpAccess) -> None:
     assert status(access, "POST", "/session", JSON, {"origin": "http://evil.example"}) == 403
     assert status(access, "POST", "/session", {"content-type": "text/plain"}) == 415
     assert status(access, "GET", "/session") == 401
+
+
+async def test_an_answer_that_sets_no_policy_may_load_and_run_nothing(access: HttpAccess) -> None:
+    async def answering(_scope: object, _receive: object, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"<script>x</script>"})
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.request"}
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    given = [(name.encode(), value.encode()) for name, value in (HOST | bearer("eye")).items()]
+    await Guard(answering, access)({"type": "http", "method": "GET", "path": "/", "headers": given}, receive, send)
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    assert sent[0]["status"] == 200
+    policy = dict(part.split(maxsplit=1) for part in headers["content-security-policy"].split("; "))
+    assert set(policy.values()) == {"'none'"}
+    assert {"default-src", "base-uri", "form-action", "frame-ancestors"} == policy.keys()
+    assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")

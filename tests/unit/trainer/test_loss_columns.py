@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from headrace.config import LossConfig
 from headrace.run.samples import Clipped, MaskReason
@@ -30,7 +30,6 @@ def run(config: LossConfig, case: Case) -> tuple[LossParts, torch.Tensor]:
     return parts, output.logprobs.grad
 
 
-@settings(max_examples=300)
 @given(config=loss_cases.configs(), case=loss_cases.cases)
 def test_token_losses_add_up_to_the_loss_of_every_form(config: LossConfig, case: Case) -> None:
     parts, _ = run(config, case)
@@ -42,7 +41,6 @@ def test_token_losses_add_up_to_the_loss_of_every_form(config: LossConfig, case:
             assert share == pytest.approx(float(parts.sums[name]), abs=1e-9)
 
 
-@settings(max_examples=100)
 @given(config=loss_cases.configs(), case=loss_cases.cases)
 def test_columns_change_neither_loss_nor_gradient_nor_metrics(config: LossConfig, case: Case) -> None:
     with_columns, gradient = run(config, case)
@@ -57,7 +55,6 @@ def test_columns_change_neither_loss_nor_gradient_nor_metrics(config: LossConfig
     )
 
 
-@settings(max_examples=100)
 @given(case=loss_cases.cases)
 def test_a_tokens_loss_and_gradient_agree_by_the_form_of_the_term(case: Case) -> None:
     """Of the ratio, the gradient is the term itself, and 0 where a bound cuts it; of a weighted log-probability, its factor."""

@@ -38,10 +38,15 @@ STATS: dict[str, Any] = {
     "runners": [{"id": "a1", "alive": True, "leases": 2, "seen_s_ago": 0.1, "info": {}}],
     "environments": [{"name": "judge", "waiting": 5, "taken": 4, "broken": True, "message": "it is away"}],
 }  # fmt: skip
-PAGE = """# HELP headrace_rollout_tokens_total Tokens of trajectories handed in
-headrace_rollout_tokens_total 1200.0
-headrace_rollout_call_tokens_total 34.0
+PAGE = """# HELP headrace_rollout_engine_generated_tokens_total Tokens that the engine sampled
+headrace_rollout_engine_generated_tokens_total 1234.0
+headrace_rollout_preemptions_total 2.0
+headrace_rollout_prefix_cache_queries_total 40.0
+headrace_rollout_prefix_cache_hits_total 10.0
 headrace_rollout_requests_running 7.0
+headrace_rollout_kv_cache_use 0.5
+headrace_rollout_engine_running 4.0
+headrace_rollout_engine_waiting 3.0
 headrace_rollout_groups_total{outcome="done"} 3.0
 """
 
@@ -180,21 +185,37 @@ async def test_a_replicas_rate_is_the_difference_of_two_pages(writer: NowWriter,
     await runner.cleanup()
     before, load = writer._loads[address]
     assert before is not None
-    assert (load.tokens, load.queue) == (1234.0, 7)
+    assert load.values["engine_generated_tokens"] == 1234.0
     assert away not in writer._loads
     assert asked == [None, None]
 
 
+def load(at: float, *, tokens: float = 0, preempted: float = 0, looked_up: float = 0, hits: float = 0) -> Load:
+    """What `PAGE` says, and so much more."""
+    read = read_load(PAGE, at)
+    assert read is not None
+    more = {
+        "engine_generated_tokens": tokens,
+        "preemptions": preempted,
+        "prefix_cache_queries": looked_up,
+        "prefix_cache_hits": hits,
+    }
+    return Load(at, {name: value + more.get(name, 0) for name, value in read.values.items()})
+
+
 def test_the_state_has_what_pages_and_hubs_say() -> None:
-    loads = {"http://there:1": (Load(100.0, 10.0, 1), Load(400.0, 12.0, 5))}
+    loads = {"http://there:1": (load(10.0), load(12.0, tokens=300, preempted=4, looked_up=20, hits=5))}
     reports = {"judge": EnvironmentNow("judge", 0, 3, broken=False, capacity=4, p50_s=2.0, build="b1")}
     state = assemble(STATS, loads, reports, [], 0.0)
     (replica,), (environment,) = state.replicas, state.environments
-    assert (replica.tokens_per_s, replica.queue) == (150.0, 5)
+    assert (replica.tokens_per_s, replica.queue, replica.kv_use) == (150.0, 7, 0.5)
+    assert (replica.running, replica.waiting) == (4, 3)
+    assert (replica.preemptions_per_s, replica.prefix_hits) == (2.0, 0.25)
     assert (environment.waiting, environment.in_hand, environment.capacity, environment.build) == (5, 4, 4, "b1")
     # a replica that was started again counts from 0
-    again = {"http://there:1": (Load(400.0, 10.0, 1), Load(10.0, 12.0, 5))}
-    assert assemble(STATS, again, {}, [], 0.0).replicas[0].tokens_per_s == 0.0
+    again = {"http://there:1": (load(10.0, tokens=7), load(12.0))}
+    (replica,) = assemble(STATS, again, {}, [], 0.0).replicas
+    assert (replica.tokens_per_s, replica.queue) == (None, 7)
 
 
 @pytest.mark.parametrize(("changes", "token"), [({"bytes": 100}, "replay.max_bytes"), ({"full": 7}, "maxmemory")])
@@ -206,9 +227,8 @@ def test_a_run_without_memory_waits_for_it(changes: dict[str, int], token: str) 
 
 
 def test_a_page_without_the_load_says_nothing() -> None:
-    assert read_load(PAGE, 1.0) == Load(1234.0, 1.0, 7)
     assert read_load("", 1.0) is None
-    assert read_load(PAGE.replace("1200.0", "many"), 1.0) is None
+    assert read_load(PAGE.replace("1234.0", "many"), 1.0) is None
 
 
 def test_hubs_share_the_work_of_an_environment() -> None:

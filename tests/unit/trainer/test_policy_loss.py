@@ -325,7 +325,6 @@ def shares(
     return totals, gradients
 
 
-@settings(max_examples=100)
 @given(config=loss_cases.configs(), case=loss_cases.cases, data=st.data())
 def test_micro_batches_and_order_of_sequences_change_nothing(
     config: LossConfig, case: Case, data: st.DataObject

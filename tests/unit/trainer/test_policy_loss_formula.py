@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from pydantic import ValidationError
 
 from headrace.config import LossConfig
@@ -49,7 +49,6 @@ def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
-@settings(max_examples=300)
 @given(config=loss_cases.configs(), case=loss_cases.cases)
 def test_loss_gradient_and_metrics_are_those_of_the_formulae(config: LossConfig, case: Case) -> None:
     compare(config, case)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -101,7 +101,6 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=150)
 @given(config=configs, case=loss_cases.cases, seed=st.integers(0, 2**32 - 1), cut=st.integers(0, 4))
 def test_loss_gradient_and_metrics_follow_the_formula_in_any_split(
     config: ValueLossConfig, case: Case, seed: int, cut: int

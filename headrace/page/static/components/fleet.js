@@ -48,6 +48,10 @@ const REPLICA_COLUMNS = [
     label: "KV cache",
     cell: ({ kv_use }) => html`<${Busy} share=${kv_use} label="KV cache" text=${percent(kv_use)} />`,
   },
+  { name: "preemptions_per_s", label: "preempted/s", numeric: true, cell: (row) => number(row.preemptions_per_s) },
+  { name: "prefix_hits", label: "prefix hits", numeric: true, full: true, cell: (row) => percent(row.prefix_hits) },
+  { name: "running", label: "computed", numeric: true, full: true, cell: ({ running }) => count(running) },
+  { name: "waiting", label: "waiting", numeric: true, full: true, cell: ({ waiting }) => count(waiting) },
   {
     name: "logprob_error",
     label: "log-probability error",

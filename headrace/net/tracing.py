@@ -1,0 +1,427 @@
+"""Traces in OpenTelemetry: what happened to each group from its prompt to its commit, and what each step of the trainer did.
+
+A group has one trace. Its id follows from the run and the group, so a service that knows the group knows the trace: nothing travels through
+the buffer. The same holds for the spans in which others begin (the root, the leases, the steps, the epochs of refits). To where only a
+message goes, the context travels as W3C's `traceparent`: to environments and programs, and to the replicas that agents call.
+
+Spans are sent by OpenTelemetry's batch processor, on a thread that begins with the first span (a replica's engine is forked before). Its
+queue is bounded, and a collector that is away costs spans, never time of the run. Without `telemetry.enabled` a span costs a check.
+
+Attributes are ids, counts, versions and states. What a model, a data set or an environment wrote is in none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from headrace.base.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+HEADER, BAGGAGE = "traceparent", "baggage"
+_FORM = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+# How long the end of a service waits for the newest spans to leave.
+_CLOSE_S = 2.0
+# Of the libraries that export: what they say is said here, once.
+_EXPORTERS = "opentelemetry.exporter"
+_PROCESSOR = "opentelemetry.sdk._shared_internal"
+
+Value = str | bool | int | float | Sequence[str]
+
+
+class TelemetrySettings(Protocol):
+    """What is traced. The `telemetry` section is one implementation."""
+
+    @property
+    def service_name(self) -> str: ...
+    @property
+    def sampled_groups(self) -> float: ...
+    def endpoint(self, variables: Mapping[str, str]) -> str | None: ...
+
+
+class SpanId(NamedTuple):
+    """Which span of which trace."""
+
+    trace: int
+    span: int
+
+    @staticmethod
+    def derive(*parts: str | int) -> SpanId:
+        """Return the root of the trace that these names stand for."""
+        digest = hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).digest()
+        return SpanId(int.from_bytes(digest[:16]), int.from_bytes(digest[16:24]))
+
+    def child(self, *parts: str | int) -> SpanId:
+        """Return the span that these names stand for in the same trace."""
+        return SpanId(self.trace, SpanId.derive(self.trace, *parts).span)
+
+    def fresh(self) -> SpanId:
+        """Return a span of the same trace that nobody else knows."""
+        return SpanId(self.trace, secrets.randbits(64) or 1)
+
+    @property
+    def traceparent(self) -> str:
+        return f"00-{self.trace:032x}-{self.span:016x}-01"
+
+    @staticmethod
+    def parse(traceparent: str) -> SpanId | None:
+        """Return the span of a W3C `traceparent`; None if it is no valid one, or is not sampled."""
+        found = _FORM.fullmatch(traceparent)
+        if found is None or found[0].startswith("ff") or not int(found[3], 16) & 1:
+            return None
+        it = SpanId(int(found[1], 16), int(found[2], 16))
+        return it if all(it) else None
+
+
+def group_span(run: str, group: str) -> SpanId:
+    """Return the root of a group's trace."""
+    return SpanId.derive("headrace group", run, group)
+
+
+def lease_span(run: str, group: str, attempt: int, holder: str) -> SpanId:
+    """Return the span of the lease under which `holder`, as the buffer names it, generates an attempt at a group. Another holder may go on
+    with the same attempt."""
+    return group_span(run, group).child("lease", attempt, holder)
+
+
+def step_span(run: str, timeline: str, step: int) -> SpanId:
+    """Return the root of the trace of a trainer step, which begins with the refit to its version."""
+    return SpanId.derive("headrace step", run, timeline, step)
+
+
+def epoch_span(run: str, timeline: str, step: int, epoch: str) -> SpanId:
+    """Return the span of a membership epoch, in which its members receive weights."""
+    return step_span(run, timeline, step).child("epoch", epoch)
+
+
+class EndedSpan(NamedTuple):
+    """A span that is over. `error` is the type of what ended it, not its text."""
+
+    name: str
+    id: SpanId
+    parent: SpanId | None
+    began_ns: int
+    ended_ns: int
+    attributes: Mapping[str, Value]
+    links: Sequence[SpanId] = ()
+    error: str | None = None
+
+
+class Span:
+    """A span that is under way in a `with` block, and the parent of spans that begin there. One that ends by an exception has its type."""
+
+    def __init__(
+        self, name: str, parent: SpanId | None, at: SpanId, links: Sequence[SpanId], attributes: Mapping[str, Value]
+    ) -> None:
+        self.name, self.parent, self.id = name, parent, at
+        self.links, self.attributes = links, dict(attributes)
+        self._began = time.time_ns()
+
+    @property
+    def traceparent(self) -> str:
+        return self.id.traceparent
+
+    def set(self, attributes: Mapping[str, Value]) -> None:
+        self.attributes |= attributes
+
+    def __enter__(self) -> Span:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _current.reset(self._token)
+        self.end(None if kind is None else kind.__name__)
+
+    def end(self, error: str | None = None) -> None:
+        emit(
+            EndedSpan(self.name, self.id, self.parent, self._began, time.time_ns(), self.attributes, self.links, error)
+        )
+
+
+class _NoSpan(Span):
+    """What a span is while nothing is traced."""
+
+    def __init__(self) -> None:
+        super().__init__("", None, SpanId(0, 0), (), {})
+
+    @property
+    def traceparent(self) -> str:
+        return ""
+
+    def set(self, attributes: Mapping[str, Value]) -> None:
+        pass
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def end(self, error: str | None = None) -> None:
+        pass
+
+
+NO_SPAN = _NoSpan()
+_current: contextvars.ContextVar[Span] = contextvars.ContextVar("headrace_span", default=NO_SPAN)
+
+
+def span(
+    name: str,
+    parent: SpanId | None = None,
+    *,
+    at: SpanId | None = None,
+    links: Sequence[SpanId] = (),
+    attributes: Mapping[str, Value] | None = None,
+) -> Span:
+    """Return a span for a `with` block. Its parent is `parent`, or else the current span; without either, nothing is traced. `at` is the
+    span itself, where others know it."""
+    if _tracer is None:
+        return NO_SPAN
+    if parent is None and at is None:
+        parent = _current.get().id
+    place = at or (parent.fresh() if parent is not None else None)
+    if place is None or not place.trace or not _tracer.samples(place):
+        return NO_SPAN
+    return Span(name, parent, place, links, attributes or {})
+
+
+def current() -> Span:
+    """Return the span of the innermost `with` block."""
+    return _current.get()
+
+
+def headers(traceparent: str | None = None, groups: Iterable[str] = ()) -> dict[str, str]:
+    """Return what a call carries to its receiver, over HTTP or as the metadata of gRPC: the context of the current span (or another), and
+    the group ids as baggage. Empty if nothing is traced."""
+    context = current().traceparent if traceparent is None else traceparent
+    if not context:
+        return {}
+    ids = ",".join(f"headrace.group_id={urllib.parse.quote(group)}" for group in dict.fromkeys(groups))
+    return {HEADER: context} | ({BAGGAGE: ids} if ids else {})
+
+
+def emit(it: EndedSpan) -> None:
+    """Export a span, unless nothing is traced or its trace is left out."""
+    if _tracer is not None and _tracer.samples(it.id):
+        _tracer.emit(it)
+
+
+def named(**values: Value | None) -> dict[str, Value]:
+    """Return attributes of the project: `named(step=3)` is `{"headrace.step": 3}`. Those that are None are left out."""
+    return {f"headrace.{name}": value for name, value in values.items() if value is not None}
+
+
+def is_on() -> bool:
+    return _tracer is not None
+
+
+@contextlib.contextmanager
+def handed_over(traceparent: str, group: str) -> Iterator[None]:
+    """While the context is open, OpenTelemetry's current span is this one, and its baggage has the group: spans that a user's code begins
+    continue the trace, if its process exports any."""
+    try:
+        if SpanId.parse(traceparent) is None:
+            raise ImportError
+        from opentelemetry import baggage, context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError:  # nothing to continue, or nothing that could
+        yield
+        return
+    found = TraceContextTextMapPropagator().extract({HEADER: traceparent})
+    token = context.attach(baggage.set_baggage("headrace.group_id", group, found))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+class _Tracer:
+    """The exporter of one process. It begins with the first span."""
+
+    def __init__(self, telemetry: TelemetrySettings, service: str, run: str, endpoint: str) -> None:
+        self._endpoint = _without_password(endpoint)
+        self._bound = round(telemetry.sampled_groups * 2**64)
+        self._resource = {
+            "service.name": f"{telemetry.service_name}-{service}",
+            "service.version": version("headrace"),
+            "headrace.run_id": run,
+        }
+        self._lock = threading.Lock()
+        self._export: _Export | None = None
+
+    def samples(self, at: SpanId) -> bool:
+        """Return whether a trace is exported: as all services decide, by its id."""
+        return at.trace & (2**64 - 1) < self._bound
+
+    def emit(self, it: EndedSpan) -> None:
+        with self._lock:
+            if self._export is None:
+                self._export = _Export(self._resource, self._endpoint)
+        self._export.emit(it)
+
+    def close(self) -> None:
+        if self._export is not None:
+            self._export.close()
+
+
+class _Export:
+    """OpenTelemetry's exporter and its thread."""
+
+    def __init__(self, resource: Mapping[str, str], endpoint: str) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk import trace as sdk
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        logging.getLogger(_EXPORTERS).setLevel(logging.CRITICAL)
+        logging.getLogger(_PROCESSOR).addFilter(_Once())
+        self._trace, self._sdk = trace, sdk
+        self._resource = Resource.create(dict(resource))
+        self._scope = InstrumentationScope("headrace", version("headrace"))
+        self._processor = BatchSpanProcessor(_said_once(_exporter(), endpoint))
+
+    def emit(self, it: EndedSpan) -> None:
+        ok = it.error is None
+        self._processor.on_end(
+            self._sdk.ReadableSpan(
+                it.name,
+                context=self._context(it.id),
+                parent=None if it.parent is None else self._context(it.parent),
+                resource=self._resource,
+                attributes={**it.attributes, **({} if ok else {"error.type": it.error})},
+                links=[self._trace.Link(self._context(link)) for link in it.links],
+                status=self._trace.Status(self._trace.StatusCode.UNSET if ok else self._trace.StatusCode.ERROR),
+                start_time=it.began_ns,
+                end_time=max(it.began_ns, it.ended_ns),
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def close(self) -> None:
+        """Send what there is, for a short time. A collector that is away holds up no service's end."""
+        closing = threading.Thread(target=self._processor.shutdown, name="traces-closing", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _context(self, at: SpanId) -> Any:
+        return self._trace.SpanContext(at.trace, at.span, is_remote=False, trace_flags=self._trace.TraceFlags(1))
+
+
+def _exporter() -> Any:
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
+
+        return OverHttp()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
+
+    return OverGrpc()
+
+
+def _said_once(exporter: Any, endpoint: str) -> Any:
+    """Return the exporter, which says once that its collector is away, and once that it is there again."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class SaidOnce(SpanExporter):
+        lost = 0
+
+        def export(self, spans: Sequence[Any]) -> Any:
+            result = exporter.export(spans)
+            if result is SpanExportResult.SUCCESS:
+                if self.lost:
+                    log.info("traces are exported again, without %d spans", self.lost)
+                self.lost = 0
+                return result
+            if not self.lost:
+                log.warning(
+                    "traces can't be exported to %s; the run goes on without them. Check that a collector listens there "
+                    "(OTEL_EXPORTER_OTLP_ENDPOINT), or set telemetry.enabled=false",
+                    endpoint,
+                )
+            self.lost += len(spans)
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+    return SaidOnce()
+
+
+class _Once(logging.Filter):
+    """Lets each message through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        first = record.msg not in self._said
+        self._said.add(str(record.msg))
+        return first
+
+
+def _without_password(endpoint: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", endpoint).partition("?")[0]
+
+
+_tracer: _Tracer | None = None
+
+
+def _check() -> None:
+    protocols = {"grpc": "grpc", "http/protobuf": "http"}
+    given = (
+        os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
+    )
+    if given not in protocols:
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {given!r:.80}; give {' or '.join(protocols)}")
+    try:
+        there = importlib.util.find_spec(f"opentelemetry.exporter.otlp.proto.{protocols[given]}") is not None
+    except ModuleNotFoundError:
+        there = False
+    if not there:
+        raise ConfigError(
+            "traces are to be exported (telemetry.enabled, or OTEL_EXPORTER_OTLP_ENDPOINT is set), and OpenTelemetry is not installed; "
+            "pip install 'headrace[tracing]', or set telemetry.enabled=false"
+        )
+
+
+@contextlib.contextmanager
+def exporting(telemetry: TelemetrySettings, service: str, run: str) -> Iterator[None]:
+    """Export the spans of this process while the context is open, if the configuration or its environment says so. Raises `ConfigError` if
+    OpenTelemetry is not installed, or for a protocol that it doesn't speak."""
+    global _tracer  # like OpenTelemetry's own: spans begin everywhere
+    endpoint = telemetry.endpoint(os.environ)
+    if endpoint is None:
+        yield
+        return
+    _check()
+    _tracer = _Tracer(telemetry, service, run, endpoint)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def stop() -> None:
+    """Send what there is, and export no more. For a process that ends without unwinding."""
+    global _tracer
+    tracer, _tracer = _tracer, None
+    if tracer is not None:
+        tracer.close()
