@@ -19,7 +19,6 @@ from typing import Any
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import atomic_write
 
-FOLDER = "inputs"  # in the run's folder
 REWARD, DATA = "reward.py", "train"
 _REMEDY = "define or import it inside, or write both into a file and give `env.NAME.target=FILE.py:NAME`"
 

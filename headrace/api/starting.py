@@ -21,7 +21,7 @@ from headrace.config import Config, load
 from headrace.config.yaml_text import dump_value
 from headrace.launch import runs
 from headrace.run import history
-from headrace.run.folder import SAVED
+from headrace.run.folder import INPUTS, SAVED
 from headrace.run.history import RUN_LOCK
 
 LOG = "up.log"  # in the run's folder: what `headrace up` said
@@ -34,14 +34,14 @@ def start(
     """Start the run and return, once its checks have passed, its folder and the process of `headrace up`. Raises `ConfigError` and
     `ServiceError` as `headrace up` does; nothing of a run that has never started is left then."""
     given = list(to_overrides(overrides))
-    known = load(file, [*given, *_of_inputs(reward, data, Path(inputs.FOLDER))])
+    known = load(file, [*given, *_of_inputs(reward, data, Path(INPUTS))])
     run_id = known.run.id or _new_id(known, file)
     folder = (Path(known.run.dir) / run_id).absolute()
     is_new = not folder.exists()
     if is_locked(folder / RUN_LOCK):
         raise ServiceError(f"run {run_id} is already up; headrace.Run({str(folder)!r}) follows it")
     try:
-        given += _of_inputs(reward, data, folder / inputs.FOLDER, write=True)
+        given += _of_inputs(reward, data, folder / INPUTS, write=True)
         given += [] if known.run.id else [f"run.id={run_id}"]
         runs.prepare(file, given)
         return folder, _start(folder, file, given)

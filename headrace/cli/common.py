@@ -46,23 +46,25 @@ class Command(TyperCommand):
         if arguments and arguments[0].metavar == "RUN" and option is None:
             args = _as_argument(args)
         elif option is not None and option.required and not _gives_run(args):
-            place = self._first_argument(args)
-            args = args if place is None else [RUN, args[place], *args[:place], *args[place + 1 :]]
+            places = self._places_of_arguments(args)
+            if len(places) > sum(each.required for each in arguments):  # else the run is what is missing
+                place = places[0]
+                args = [RUN, args[place], *args[:place], *args[place + 1 :]]
         return super().parse_args(ctx, args)
 
-    def _first_argument(self, args: Sequence[str]) -> int | None:
-        """Return the place of the first of `args` that is neither an option nor the value of one."""
+    def _places_of_arguments(self, args: Sequence[str]) -> list[int]:
+        """Return the places of those of `args` that are neither options nor values of options."""
         options = [each for each in self.params if isinstance(each, TyperOption)]
         valued = {name for each in options if not each.is_flag for name in each.opts}
-        skipped = False
+        found, is_value = [], False
         for place, each in enumerate(args):
-            if skipped:
-                skipped = False
+            if is_value:
+                is_value = False
             elif each.startswith("-") and each != "-":
-                skipped = each in valued
+                is_value = each in valued
             else:
-                return place
-        return None
+                found.append(place)
+        return found
 
 
 RUN = "--run"

@@ -208,7 +208,7 @@ def dump_value(value: Any, *, flow: bool = False) -> str:
     doesn't have."""
     text: str = yaml.dump(
         value,
-        Dumper=_QuotingDumper,
+        Dumper=_ValueDumper,
         sort_keys=False,
         width=sys.maxsize,
         allow_unicode=True,
@@ -217,16 +217,13 @@ def dump_value(value: Any, *, flow: bool = False) -> str:
     return text.removesuffix("...\n").strip() if flow else text
 
 
-class _QuotingDumper(yaml.SafeDumper):
-    """Puts text into quotes, so that it is never read as anything else (`1e-5`)."""
+class _ValueDumper(yaml.SafeDumper):
+    """Writes values as they are: `${` is not escaped."""
+
+    yaml_implicit_resolvers = _resolvers(yaml.SafeDumper)
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-_QuotingDumper.add_representer(
-    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
-)
 
 
 def dump(config: Config) -> str:

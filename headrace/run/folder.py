@@ -15,6 +15,7 @@ from headrace.config.in_yaml import escape
 from headrace.config.yaml_text import parse
 
 SAVED = "config.yaml"
+INPUTS = "inputs"  # rewards and data sets that a run was given as Python objects
 
 
 def load_saved(saved: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Config:

@@ -24,7 +24,7 @@ from headrace.config import Config
 from headrace.config.yaml_text import dump_value, parse
 from headrace.run import checkpoints, group_files, prompt_counts
 from headrace.run.checkpoints import STATE, SUMS
-from headrace.run.folder import SAVED
+from headrace.run.folder import INPUTS, SAVED
 from headrace.run.history import RECORD, RunRecord
 from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 from headrace.run.lineage import FOLDER, NAME, LineageFiles
@@ -56,6 +56,8 @@ def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) ->
         _copy_groups(config.run_folder / group_files.FOLDER, unfinished / group_files.FOLDER)
         if (config.run_folder / prompt_counts.FILE).exists():
             shutil.copyfile(config.run_folder / prompt_counts.FILE, unfinished / prompt_counts.FILE)
+        if (config.run_folder / INPUTS).is_dir():  # not linked: they may be edited
+            shutil.copytree(config.run_folder / INPUTS, unfinished / INPUTS)
         now = time.time()
         _write(unfinished / RECORD, msgspec.json.encode(RunRecord(now, "stopped", now)))
         _write(unfinished / SAVED, _configuration(config, folder, keys).encode())
@@ -147,7 +149,17 @@ def _configuration(config: Config, folder: Path, keys: Mapping[str, Any]) -> str
             holder.pop(name, None)
             if value is not None:
                 holder[name] = value
-    return dump_value(values)
+    return dump_value(_moved(values, str(config.run_folder.absolute() / INPUTS), str(folder.absolute() / INPUTS)))
+
+
+def _moved(value: Any, source: str, target: str) -> Any:
+    """Return the value with the paths in the folder `source` as those in `target`."""
+    if isinstance(value, dict):
+        return {key: _moved(inner, source, target) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_moved(inner, source, target) for inner in value]
+    is_inside = isinstance(value, str) and value.startswith(f"{source}/")
+    return target + value.removeprefix(source) if is_inside else value
 
 
 def _link(source: str | Path, target: str | Path) -> None:

@@ -31,6 +31,9 @@ def source(tmp_path: Path) -> Path:
     values = yaml.safe_load(saved.read_text())
     values["run"]["started_in"] = "../.."
     values["replay"] = {"redis_port": 7777}
+    values["env"]["mine"] = {"target": f"{folder}/inputs/reward.py:mine"}
+    (folder / "inputs").mkdir()
+    (folder / "inputs" / "reward.py").write_text("def mine(completions): ...")
     values["security"] = {"credentials": str(folder / "credentials")}
     saved.write_text(yaml.safe_dump(values))
     (folder / "credentials").write_text("reader secret\n")
@@ -75,6 +78,9 @@ def test_a_fork_has_what_led_to_its_checkpoint_and_no_more(source: Path) -> None
     values = yaml.safe_load((other / runs.SAVED).read_text())
     assert values["run"]["started_in"] == "../.."
     assert "redis_port" not in values["replay"]
+    assert values["env"]["mine"]["target"] == f"{other}/inputs/reward.py:mine"
+    (other / "inputs" / "reward.py").write_text("changed")
+    assert everything(source) == before
     assert "credentials" not in values["security"]
 
 

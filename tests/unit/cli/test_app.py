@@ -61,8 +61,17 @@ def test_a_run_is_an_option_or_the_first_argument(command: list[str], tmp_path: 
     assert "1+1" in done.stdout
 
 
-def test_a_command_without_a_run_says_what_it_lacks(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["groups", "find"])
+@pytest.mark.parametrize("command", [["show", "RUN", "0-3"], ["show", "0-3", "--run", "RUN"]])
+def test_a_run_comes_before_the_other_arguments(command: list[str], tmp_path: Path) -> None:
+    run = str(recorded_run(tmp_path))
+    done = CliRunner().invoke(app, ["groups", *(run if word == "RUN" else word for word in command)])
+    assert done.exit_code == 0, done.output
+    assert "0-3 (trained)" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["groups", "find"], ["groups", "show", "e0-train-3"], ["env", "token", "mine"]])
+def test_a_command_without_a_run_says_that_it_lacks_one(command: list[str]) -> None:
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert "--run" in done.output
 
