@@ -55,7 +55,7 @@ Every NeMo RL file has one of them, and Headrace has none. `check`, `show` and `
 
 ## Which files load
 
-Of 37 GRPO and PPO files of NeMo RL's `examples` (August to November 2026):
+Of 37 GRPO and PPO files of NeMo RL's `examples`, of several versions:
 
 | the file | files | |
 | --- | --- | --- |
