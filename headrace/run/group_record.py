@@ -54,7 +54,8 @@ class Record:
                     event.tokens or 0, event.oldest or 0, event.newest or 0
                 )
             case "scored":
-                if event.build != self.build:  # one build scores all trajectories of a group (law 3)
+                # one build scores all trajectories of a group (law 3); a score of no build goes with any
+                if self.build and event.build != self.build:
                     self.trajectories = {i: t._replace(reward=None) for i, t in self.trajectories.items()}
                 if event.index in self.trajectories:
                     self.trajectories[event.index] = self.trajectories[event.index]._replace(reward=event.reward)

@@ -61,6 +61,20 @@ def test_a_group_has_what_its_events_say(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("builds", "rewards"), [(("", "b1"), (0.0, 1.0)), (("b1", "b2"), (None, 1.0)), (("b1", ""), (None, 1.0))]
+)
+def test_scores_of_another_build_are_void(
+    folder: Path, builds: tuple[str, str], rewards: tuple[float | None, ...]
+) -> None:
+    """A score of build '' comes from a limit of the run, and goes with the build that scores after it."""
+    told = [("pushed", "g", {"index": index, "tokens": 4}) for index in range(2)]
+    told += [("scored", "g", {"index": i, "reward": float(i), "build": build}) for i, build in enumerate(builds)]
+    write(folder, events(*life("g", 0)[:1], *told))
+    _, (group,) = GroupHistory(folder).find(GroupQuery())
+    assert (group.rewards, group.build) == (rewards, builds[1] or None)
+
+
+@pytest.mark.parametrize(
     "query",
     [
         {"text": "IS 17+1"},
