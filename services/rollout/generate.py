@@ -114,10 +114,10 @@ async def generate(
 
 def trace_request(output: RequestOutput) -> None:
     """Add what the engine knows of a finished request to the current span, under vLLM's own names."""
-    span, stats = tracing.current(), output.metrics
+    span = tracing.current()
     if span is tracing.NO_SPAN:
         return
-    completion = output.outputs[0]
+    completion, stats = output.outputs[0], output.metrics
     span.set(
         {
             "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids or ()),

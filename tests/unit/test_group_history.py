@@ -67,6 +67,7 @@ def test_scores_of_another_build_are_void(
     folder: Path, builds: tuple[str, str], rewards: tuple[float | None, ...]
 ) -> None:
     """A score of build '' comes from a limit of the run, and goes with the build that scores after it."""
+    told: list[tuple[str, str | None, dict[str, object]]]
     told = [("pushed", "g", {"index": index, "tokens": 4}) for index in range(2)]
     told += [("scored", "g", {"index": i, "reward": float(i), "build": build}) for i, build in enumerate(builds)]
     write(folder, events(*life("g", 0)[:1], *told))
