@@ -26,7 +26,7 @@ from headrace.config import Config, load
 from headrace.records.trajectory import Float32, Int32, Span, Trajectory
 from headrace.replay import Epoch, Lease, ReplayClient
 from headrace_services.refit.channel import Channel, GroupRank
-from headrace_services.refit.rendezvous import Rendezvous
+from headrace_services.refit.rendezvous import Announcement, Rendezvous
 from headrace_services.refit.transfer import receive
 
 TOKENS = 4
@@ -57,8 +57,9 @@ class LightReplica:
             if epoch is not None and self.id in epoch.members:
                 if epoch.state == "announced" and epoch.id != acknowledged:
                     acknowledged = epoch.id
-                    with contextlib.suppress(Fenced):
-                        await self._replay.acknowledge(self.id, epoch.id)
+                    if self.id not in Announcement.decode(epoch.rendezvous).excluded:
+                        with contextlib.suppress(Fenced):
+                            await self._replay.acknowledge(self.id, epoch.id)
                 elif epoch.state == "transfer" and epoch.id != taken:
                     taken = epoch.id
                     await self._take_part(epoch)

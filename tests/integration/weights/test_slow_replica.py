@@ -98,8 +98,6 @@ async def test_a_refit_waits_for_a_slow_replica_within_its_time(
         await trainer.sender.aclose()
 
 
-# On a busy machine the second attempt sometimes exceeds its time as well, and the cause is not known yet.
-@pytest.mark.nightly
 async def test_one_that_is_too_slow_keeps_no_other_from_the_weights(
     replay: ReplayClient, redis_url: str, tiny_model: Path
 ) -> None:
