@@ -26,9 +26,12 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.config.telemetry import TelemetryConfig
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +44,6 @@ _EXPORTERS = "opentelemetry.exporter"
 _PROCESSOR = "opentelemetry.sdk._shared_internal"
 
 Value = str | bool | int | float | Sequence[str]
-
-
-class TelemetrySettings(Protocol):
-    """What is traced. The `telemetry` section is one implementation."""
-
-    @property
-    def service_name(self) -> str: ...
-    @property
-    def sampled_groups(self) -> float: ...
-    def endpoint(self, variables: Mapping[str, str]) -> str | None: ...
 
 
 class SpanId(NamedTuple):
@@ -83,8 +76,8 @@ class SpanId(NamedTuple):
         found = _FORM.fullmatch(traceparent)
         if found is None or found[0].startswith("ff") or not int(found[3], 16) & 1:
             return None
-        it = SpanId(int(found[1], 16), int(found[2], 16))
-        return it if all(it) else None
+        trace, span = int(found[1], 16), int(found[2], 16)
+        return SpanId(trace, span) if trace and span else None
 
 
 def group_span(run: str, group: str) -> SpanId:
@@ -146,12 +139,8 @@ class Span:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         _current.reset(self._token)
-        self.end(None if kind is None else kind.__name__)
-
-    def end(self, error: str | None = None) -> None:
-        emit(
-            EndedSpan(self.name, self.id, self.parent, self._began, time.time_ns(), self.attributes, self.links, error)
-        )
+        ended, failed = time.time_ns(), None if kind is None else kind.__name__
+        emit(EndedSpan(self.name, self.id, self.parent, self._began, ended, self.attributes, self.links, failed))
 
 
 class _NoSpan(Span):
@@ -173,9 +162,6 @@ class _NoSpan(Span):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def end(self, error: str | None = None) -> None:
-        pass
-
 
 NO_SPAN = _NoSpan()
 _current: contextvars.ContextVar[Span] = contextvars.ContextVar("headrace_span", default=NO_SPAN)
@@ -185,20 +171,16 @@ def span(
     name: str,
     parent: SpanId | None = None,
     *,
-    at: SpanId | None = None,
     links: Sequence[SpanId] = (),
     attributes: Mapping[str, Value] | None = None,
 ) -> Span:
-    """Return a span for a `with` block. Its parent is `parent`, or else the current span; without either, nothing is traced. `at` is the
-    span itself, where others know it."""
+    """Return a span for a `with` block. Its parent is `parent`, or else the current span; without either, nothing is traced."""
     if _tracer is None:
         return NO_SPAN
-    if parent is None and at is None:
-        parent = _current.get().id
-    place = at or (parent.fresh() if parent is not None else None)
-    if place is None or not place.trace or not _tracer.samples(place):
+    parent = parent or _current.get().id
+    if not parent.trace or not _tracer.samples(parent):
         return NO_SPAN
-    return Span(name, parent, place, links, attributes or {})
+    return Span(name, parent, parent.fresh(), links, attributes or {})
 
 
 def current() -> Span:
@@ -216,10 +198,10 @@ def headers(traceparent: str | None = None, groups: Iterable[str] = ()) -> dict[
     return {HEADER: context} | ({BAGGAGE: ids} if ids else {})
 
 
-def emit(it: EndedSpan) -> None:
+def emit(ended: EndedSpan) -> None:
     """Export a span, unless nothing is traced or its trace is left out."""
-    if _tracer is not None and _tracer.samples(it.id):
-        _tracer.emit(it)
+    if _tracer is not None and _tracer.samples(ended.id):
+        _tracer.emit(ended)
 
 
 def named(**values: Value | None) -> dict[str, Value]:
@@ -235,12 +217,13 @@ def is_on() -> bool:
 def handed_over(traceparent: str, group: str) -> Iterator[None]:
     """While the context is open, OpenTelemetry's current span is this one, and its baggage has the group: spans that a user's code begins
     continue the trace, if its process exports any."""
+    if SpanId.parse(traceparent) is None:
+        yield
+        return
     try:
-        if SpanId.parse(traceparent) is None:
-            raise ImportError
         from opentelemetry import baggage, context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-    except ImportError:  # nothing to continue, or nothing that could
+    except ImportError:  # then no code of the user's begins spans
         yield
         return
     found = TraceContextTextMapPropagator().extract({HEADER: traceparent})
@@ -254,7 +237,7 @@ def handed_over(traceparent: str, group: str) -> Iterator[None]:
 class _Tracer:
     """The exporter of one process. It begins with the first span."""
 
-    def __init__(self, telemetry: TelemetrySettings, service: str, run: str, endpoint: str) -> None:
+    def __init__(self, telemetry: TelemetryConfig, service: str, run: str, endpoint: str) -> None:
         self._endpoint = _without_password(endpoint)
         self._bound = round(telemetry.sampled_groups * 2**64)
         self._resource = {
@@ -266,14 +249,14 @@ class _Tracer:
         self._export: _Export | None = None
 
     def samples(self, at: SpanId) -> bool:
-        """Return whether a trace is exported: as all services decide, by its id."""
+        """Return whether a trace is exported: as all services decide, by its id (as OpenTelemetry's `TraceIdRatioBased` does)."""
         return at.trace & (2**64 - 1) < self._bound
 
-    def emit(self, it: EndedSpan) -> None:
+    def emit(self, ended: EndedSpan) -> None:
         with self._lock:
             if self._export is None:
                 self._export = _Export(self._resource, self._endpoint)
-        self._export.emit(it)
+        self._export.emit(ended)
 
     def close(self) -> None:
         if self._export is not None:
@@ -297,19 +280,19 @@ class _Export:
         self._scope = InstrumentationScope("headrace", version("headrace"))
         self._processor = BatchSpanProcessor(_said_once(_exporter(), endpoint))
 
-    def emit(self, it: EndedSpan) -> None:
-        ok = it.error is None
+    def emit(self, ended: EndedSpan) -> None:
+        ok = ended.error is None
         self._processor.on_end(
             self._sdk.ReadableSpan(
-                it.name,
-                context=self._context(it.id),
-                parent=None if it.parent is None else self._context(it.parent),
+                ended.name,
+                context=self._context(ended.id),
+                parent=None if ended.parent is None else self._context(ended.parent),
                 resource=self._resource,
-                attributes={**it.attributes, **({} if ok else {"error.type": it.error})},
-                links=[self._trace.Link(self._context(link)) for link in it.links],
+                attributes={**ended.attributes, **({} if ok else {"error.type": ended.error})},
+                links=[self._trace.Link(self._context(link)) for link in ended.links],
                 status=self._trace.Status(self._trace.StatusCode.UNSET if ok else self._trace.StatusCode.ERROR),
-                start_time=it.began_ns,
-                end_time=max(it.began_ns, it.ended_ns),
+                start_time=ended.began_ns,
+                end_time=max(ended.began_ns, ended.ended_ns),
                 instrumentation_scope=self._scope,
             )
         )
@@ -324,9 +307,16 @@ class _Export:
         return self._trace.SpanContext(at.trace, at.span, is_remote=False, trace_flags=self._trace.TraceFlags(1))
 
 
+def _protocol() -> tuple[str, str]:
+    """Return the variable that decides over which protocol traces are exported, and its value."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := os.environ.get(name):
+            return name, protocol
+    return name, "grpc"
+
+
 def _exporter() -> Any:
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if protocol == "http/protobuf":
+    if _protocol()[1] == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
 
         return OverHttp()
@@ -386,11 +376,9 @@ _tracer: _Tracer | None = None
 
 def _check() -> None:
     protocols = {"grpc": "grpc", "http/protobuf": "http"}
-    given = (
-        os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
-    )
+    name, given = _protocol()
     if given not in protocols:
-        raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {given!r:.80}; give {' or '.join(protocols)}")
+        raise ConfigError(f"{name} is {given!r:.80}; give {' or '.join(protocols)}")
     try:
         there = importlib.util.find_spec(f"opentelemetry.exporter.otlp.proto.{protocols[given]}") is not None
     except ModuleNotFoundError:
@@ -403,7 +391,7 @@ def _check() -> None:
 
 
 @contextlib.contextmanager
-def exporting(telemetry: TelemetrySettings, service: str, run: str) -> Iterator[None]:
+def exporting(telemetry: TelemetryConfig, service: str, run: str) -> Iterator[None]:
     """Export the spans of this process while the context is open, if the configuration or its environment says so. Raises `ConfigError` if
     OpenTelemetry is not installed, or for a protocol that it doesn't speak."""
     global _tracer  # like OpenTelemetry's own: spans begin everywhere

@@ -37,17 +37,17 @@ class EngineStats:
         assert engine.logger_manager is not None
         return next(each.engine_stats for each in engine.logger_manager.stat_loggers if hasattr(each, "engine_stats"))
 
-    def add(self, of_scheduler: SchedulerStats | None, of_step: IterationStats | None) -> None:
-        if of_scheduler is not None:
-            self.kv_cache_use = of_scheduler.kv_cache_usage
-            self.running = of_scheduler.num_running_reqs
-            self.waiting = of_scheduler.num_waiting_reqs + of_scheduler.num_skipped_waiting_reqs
-            self.prefix_queries += of_scheduler.prefix_cache_stats.queries
-            self.prefix_hits += of_scheduler.prefix_cache_stats.hits
-        if of_step is not None:
-            self.preemptions += of_step.num_preempted_reqs
-            self.prompt_tokens += of_step.prompt_token_stats.computed
-            self.generated_tokens += of_step.num_generation_tokens
+    def add(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None) -> None:
+        if scheduler_stats is not None:
+            self.kv_cache_use = scheduler_stats.kv_cache_usage
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.prefix_queries += scheduler_stats.prefix_cache_stats.queries
+            self.prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
+            self.prompt_tokens += iteration_stats.prompt_token_stats.computed
+            self.generated_tokens += iteration_stats.num_generation_tokens
 
 
 def stat_logger() -> type[Any]:

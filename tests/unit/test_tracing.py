@@ -121,9 +121,10 @@ def test_traces_without_opentelemetry_are_refused(monkeypatch: pytest.MonkeyPatc
         tracing.exporting(TelemetryConfig(enabled=True), "rollout", "adder"),
     ):
         pass
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
-    with (
-        pytest.raises(ConfigError, match="http/json"),
-        tracing.exporting(TelemetryConfig(enabled=True), "rollout", "adder"),
-    ):
-        pass
+    for name in ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"):
+        monkeypatch.setenv(name, "http/json")
+        with (
+            pytest.raises(ConfigError, match=rf"{name} .*http/json"),
+            tracing.exporting(TelemetryConfig(enabled=True), "rollout", "adder"),
+        ):
+            pass
