@@ -23,7 +23,9 @@ class TelemetryConfig(Section):
     service_name: str = Field(
         "headrace", min_length=1, description="service.name of a service's spans is this, followed by - and the service"
     )
-    sampled_groups: float = Field(1.0, ge=0, le=1, description="share of the groups that are traced")
+    sampled_groups: float = Field(
+        1.0, ge=0, le=1, description="share of the groups, and of the trainer's steps, that are traced"
+    )
 
     def endpoint(self, variables: Mapping[str, str]) -> str | None:
         """Return where a process with these environment variables exports traces to; None if it doesn't."""
