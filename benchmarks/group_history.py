@@ -74,10 +74,10 @@ def make(folder: Path, groups: int, first_ms: int = 1_764_000_000_000, ms_per_gr
     waiting: list[GroupEvent] = []
     for start in range(0, groups, AT_ONCE):
         end = min(groups, start + AT_ONCE)
-        waiting += [row for order in range(start, end) for row in events_of(order, first_ms + order * ms_per_group)]
-        waiting.sort(key=lambda row: row.cursor)
+        waiting += [event for order in range(start, end) for event in events_of(order, first_ms + order * ms_per_group)]
+        waiting.sort(key=lambda event: event.cursor)
         until = (first_ms + end * ms_per_group, 0)
-        count = bisect(waiting, until, key=lambda row: row.cursor) if end < groups else len(waiting)
+        count = bisect(waiting, until, key=lambda event: event.cursor) if end < groups else len(waiting)
         write_file(folder, to_columns(waiting[:count], Questions()))
         merge_files(folder)
         del waiting[:count]

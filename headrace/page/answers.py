@@ -76,7 +76,9 @@ class TimePart(Answer):
 
 
 class Time(Answer):
-    parts: list[TimePart] = Field(description="the parts of a step, which add up to its time")
+    parts: list[TimePart] = Field(
+        description="the parts of a step, which add up to its time; without the first after a start, unless it is the only one"
+    )
     steps: dict[str, list[float | None]] = Field(description="`step`, and the seconds of each part at these steps")
 
 
@@ -159,7 +161,7 @@ class Series(Answer):
 
 class Source(Answer):
     file: str = Field(description="the file of the data set")
-    line: int = Field(description="the line, or row, from 1")
+    line: int = Field(description="the line, from 1; of a JSON list or a Parquet file the item or row, from 0")
 
 
 class Group(Answer):

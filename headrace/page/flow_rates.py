@@ -13,10 +13,9 @@ import numpy as np
 
 from headrace.page.run_files import RunFiles
 from headrace.run import group_files
-from headrace.run.findings import TOTAL, Window, in_window
+from headrace.run.findings import TOTAL, Window, in_window, usual
 from headrace.run.group_files import GroupFile
 from headrace.run.group_record import State
-from headrace.run.headlines import follows_start
 from headrace.run.journal import Line
 
 Spans = Sequence[tuple[float, float]]
@@ -38,7 +37,7 @@ def per_second(run: RunFiles, window: Window) -> dict[str, float]:
     seconds = sum(end - start for start, end in spans)
     if seconds <= 0:
         return {}
-    timed = sum(map(_is_timed, _usual(lines)))
+    timed = sum(map(_is_timed, usual(lines)))
     rates = {"trained": timed * past.config.algorithm.num_prompts_per_step / seconds}
     folder = run.folder / group_files.FOLDER
     files = group_files.list_files(folder)
@@ -51,11 +50,6 @@ def per_second(run: RunFiles, window: Window) -> dict[str, float]:
     return {state: entered[state] / seconds for state in get_args(State)} | rates
 
 
-def _usual(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the steps without those in which the replicas load their models, unless there are no others."""
-    return [line for line in lines if not follows_start(line.metrics)] or lines
-
-
 def _is_timed(line: Line) -> bool:
     return math.isfinite(line.metrics.get(TOTAL, math.nan))
 
@@ -63,9 +57,9 @@ def _is_timed(line: Line) -> bool:
 def _spans(lines: Sequence[Line]) -> list[tuple[float, float]]:
     """Return the times in which these steps were trained: a range for steps in a row. The time between two starts is in none."""
     spans: list[tuple[float, float]] = []
-    usual = {id(line) for line in _usual(lines) if _is_timed(line)}
-    for is_usual, steps in itertools.groupby(lines, key=lambda line: id(line) in usual):
-        if is_usual:
+    timed = {id(line) for line in usual(lines) if _is_timed(line)}
+    for is_timed, steps in itertools.groupby(lines, key=lambda line: id(line) in timed):
+        if is_timed:
             row = list(steps)
             spans.append((row[0].time - row[0].metrics[TOTAL], row[-1].time))
     return spans

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gzip
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,7 +27,7 @@ from headrace.run.group_record import State
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
-from headrace.run.samples import Kind, SampleFiles, find_expected, read_group, write_prompt
+from headrace.run.samples import FAILED_BYTES, Kind, SampleFiles, find_expected, read_group, write_prompt, write_size
 
 # Newest steps whose lineage is read, of a run without a history of groups.
 OLD_STEPS = 300
@@ -71,7 +72,7 @@ def list_groups(run: RunFiles, query: GroupQuery) -> dict[str, Any]:
         among = [group for group in known if _matches(group, dataclasses.replace(query, states=()))]
         wanted = [group for group in among if not query.states or group.state in query.states]
         total, found = len(wanted), _sort(wanted, query.sort)[query.offset : query.offset + query.limit]
-        states, lost = _count(group.state for group in among), 0
+        states, lost = dict(Counter(group.state for group in among)), 0
     shown = [describe_group(group) for group in found]
     return {"total": total, "groups": shown, "states": states, "lost_events": lost, "problems": problems}
 
@@ -286,7 +287,7 @@ def say_unkept(run: RunFiles, summary: GroupSummary) -> str:
     if summary.state in ("trained", "evaluated"):
         return files.say_removed("train" if summary.lane == "train" else "val")
     if summary.state == "failed":
-        return "the newest 64 MiB of completions that failed are kept, and a group may fail without one"
+        return f"the newest {write_size(2 * FAILED_BYTES)} of completions that failed are kept, and a group may fail without one"
     return f"they are written of groups that were trained, evaluated or failed, and this one is {summary.state}"
 
 
@@ -429,10 +430,3 @@ def _sort(groups: Iterable[GroupSummary], sort: str) -> list[GroupSummary]:
         return value is None, 0.0 if value is None else -value if descending else value
 
     return sorted(groups, key=place)
-
-
-def _count(states: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for state in states:
-        counts[state] = counts.get(state, 0) + 1
-    return counts

@@ -75,7 +75,7 @@ def _judge(
 
     def judge() -> Any:
         found = msgspec.to_builtins(findings.find(past.lines, past.config, window, state))
-        return found, _parts([line.metrics for line in steps])
+        return found, _parts([line.metrics for line in findings.usual(steps)])
 
     return judge() if window != "all" else run.remember("judged", len(steps) * 100 // 101, len(steps), judge)
 

@@ -95,6 +95,11 @@ def in_window(lines: Sequence[Line], window: Window) -> list[Line]:
     return steps[-int(window) :] if window == "10" else steps[-1:] if window == "last" else steps
 
 
+def usual(lines: Sequence[Line]) -> Sequence[Line]:
+    """Return the lines of steps without those that follow a start, unless there are no others."""
+    return [line for line in lines if not follows_start(line.metrics)] or lines
+
+
 def find(lines: Sequence[Line], config: Config, window: Window = "10", now: Now | None = None) -> list[Finding]:
     """Return what the rules find, the gravest first. `lines` are the surviving ones; `now` tells more of a run that is up."""
     steps: list[Metrics] = [line.metrics for line in in_window(lines, window)]

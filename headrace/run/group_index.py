@@ -221,7 +221,7 @@ class GroupIndex:
         until = newest = self._until
         groups: dict[str, Record] = {}
         prompts: dict[str, GroupEvent] = {}
-        for entry, parts in itertools.groupby(events, key=lambda row: row.id):
+        for entry, parts in itertools.groupby(events, key=lambda event: event.id):
             cursor = parse_cursor(entry)
             if cursor <= until:
                 continue  # it was read from another file
@@ -276,8 +276,8 @@ class GroupIndex:
             f"INSERT INTO groups ({_quoted(names)}) VALUES ({', '.join('?' * len(names))}) ON CONFLICT (id) DO UPDATE SET {changes}",
             (_values(record) for record in groups.values()),
         )
-        for group, row in prompts.items():
-            prompt, expected = (_searchable(text or "")[:SEARCHED] for text in (row.prompt, row.expected))
+        for group, event in prompts.items():
+            prompt, expected = (_searchable(text or "")[:SEARCHED] for text in (event.prompt, event.expected))
             digest = hashlib.sha256(f"{prompt}\0{expected}".encode("utf-8", "replace")).digest()[:16]
             self._db.execute(
                 "INSERT OR IGNORE INTO texts (digest, prompt, expected) VALUES (?, ?, ?)", (digest, prompt, expected)
@@ -285,7 +285,7 @@ class GroupIndex:
             self._db.execute(
                 "UPDATE groups SET text = (SELECT number FROM texts WHERE digest = ?), epoch = ?, task = ?, file = ?, line = ? "
                 "WHERE id = ?",
-                (digest, row.epoch, row.task, row.file, row.line, group),
+                (digest, event.epoch, event.task, event.file, event.line, group),
             )
 
     # -- answers

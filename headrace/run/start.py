@@ -42,7 +42,7 @@ class Checkout(msgspec.Struct, frozen=True):
     dirty: bool
 
 
-class Changed(msgspec.Struct, frozen=True):
+class ChangedKeys(msgspec.Struct, frozen=True):
     """The keys that a start at `time` gave other values than the start before, each as a line of text."""
 
     time: float
@@ -60,7 +60,7 @@ class StartRecord(msgspec.Struct, frozen=True):
     git: Checkout | None
     origins: dict[str, str]
     values: dict[str, Any] = {}  # missing in files of older builds
-    changes: tuple[Changed, ...] = ()
+    changes: tuple[ChangedKeys, ...] = ()
 
 
 def record(folder: Path, config: Config, origin: Callable[[Keys], str]) -> None:
@@ -95,9 +95,9 @@ def _settle(value: Any) -> Any:
     return os.path.realpath(value) if os.path.exists(value) else without_password(value)
 
 
-def _find_changes(before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> list[Changed]:
+def _find_changes(before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> list[ChangedKeys]:
     keys = [key for key in differing(before, after) if not is_own(key)] if before else []
-    return [Changed(now, tuple(str(Change(key, before.get(key), after.get(key))) for key in keys))] if keys else []
+    return [ChangedKeys(now, tuple(str(Change(key, before.get(key), after.get(key))) for key in keys))] if keys else []
 
 
 def read(folder: Path) -> StartRecord | None:

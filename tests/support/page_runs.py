@@ -19,7 +19,7 @@ from headrace.run.journal import JOURNAL
 from headrace.run.lineage import Header
 from headrace.run.samples import SampleFiles
 from headrace.run.start import START as START_RECORD
-from headrace.run.start import Changed, StartRecord
+from headrace.run.start import ChangedKeys, StartRecord
 
 START = 1_764_000_000.0
 STEP_S = 2.0  # of a long run
@@ -90,7 +90,7 @@ def with_steps(run: Path, steps: Iterable[Mapping[str, float]]) -> Path:
 
 def started_with(run: Path, *changes: tuple[float, Sequence[str]]) -> None:
     """Record that starts of a run, so many seconds after its first, changed these keys."""
-    found = tuple(Changed(START + seconds, tuple(keys)) for seconds, keys in changes)
+    found = tuple(ChangedKeys(START + seconds, tuple(keys)) for seconds, keys in changes)
     record = StartRecord(START, "headrace up run.yaml", {}, None, {}, changes=found)
     (run / START_RECORD).write_bytes(msgspec.json.encode(record))
 

@@ -43,8 +43,10 @@ class SmallReplica(LightReplica):
 
     async def _take_part(self, epoch: Epoch) -> None:
         beating = asyncio.create_task(self._beat())
-        await super()._take_part(epoch)
-        beating.cancel()
+        try:
+            await super()._take_part(epoch)
+        finally:
+            beating.cancel()
 
     async def _beat(self) -> None:
         while True:

@@ -28,10 +28,11 @@ from headrace.run import group_files, start
 from headrace.run.history import RUN_LOCK
 from headrace.run.journal import JOURNAL, Journal
 from headrace.run.samples import SampleFiles
-from tests.support.page_runs import START, STEPS, recorded_run
+from tests.support.page_runs import START, STEPS, recorded_run, with_steps
 from tests.support.past_run import past_run
 from tests.support.stored_samples import sample
 
+WAITED = "timing/train/wait_for_generation"
 HOSTILE = "</script><img src=x>\x1b[2J\u202e\"'&"
 # by the path of the description: the addresses to ask
 ASKED = {
@@ -427,3 +428,22 @@ def test_the_journals_that_are_kept_are_bounded(tmp_path: Path) -> None:
     cells = folder.find("one").cells
     folder.bound_memory(most=cells)
     assert [folder.find(name).cells > 0 for name in ("one", "three", "two")] == [True, False, False]
+
+
+@pytest.mark.parametrize("window", ["last", "10", "all"])
+def test_the_time_is_of_the_steps_of_which_findings_tell(tmp_path: Path, window: str) -> None:
+    """Replicas load their models in the first step after a start."""
+    start = {"efficiency/init/total_s": 90.0, "timing/train/total_step_time": 100.0, WAITED: 99.0}
+    with_steps(recorded_run(tmp_path), [start, {WAITED: 4.0}, start, {WAITED: 4.0}])
+    with TestClient(build_app(tmp_path)) as client:
+        overview = ask(client, f"/api/runs/adder?window={window}")
+    parts = {part["name"]: part["share"] for part in overview["time"]["parts"]}
+    (found,) = [each["share"] for each in overview["findings"] if "generation" in each["title"]]
+    assert parts["waiting for generation"] == pytest.approx(0.4) == found
+
+
+def test_the_time_of_a_run_with_one_step_is_of_that_step(tmp_path: Path) -> None:
+    with_steps(recorded_run(tmp_path), [{"efficiency/init/total_s": 9.0, WAITED: 5.0}])
+    with TestClient(build_app(tmp_path)) as client:
+        parts = {part["name"]: part["share"] for part in ask(client, "/api/runs/adder")["time"]["parts"]}
+    assert parts["waiting for generation"] == pytest.approx(0.5)

@@ -14,7 +14,7 @@ from headrace.run import start
 from tests.support.page_runs import recorded_run, started_with
 
 
-def begin(run: Path, *given: str) -> tuple[start.Changed, ...]:
+def begin(run: Path, *given: str) -> tuple[start.ChangedKeys, ...]:
     """Record a start with these overrides, and return the changes of all so far."""
     file = run.parent / "run.yaml"
     file.write_text("run: {id: adder}\n")
