@@ -87,6 +87,7 @@ class Run:
 
     @property
     def id(self) -> str:
+        """The name of its folder."""
         return self.folder.name
 
     @property
@@ -96,6 +97,7 @@ class Run:
 
     @property
     def state(self) -> State:
+        """Whether it is up, or how it ended; `unknown` for a run of a version that did not record it."""
         return self._outline(self.config).state
 
     @property
