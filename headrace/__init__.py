@@ -28,6 +28,11 @@ def __getattr__(name: str) -> Any:
     return getattr(run, name)
 
 
+def __dir__() -> list[str]:
+    """As `__all__`, so that completion and the reference have the names that are loaded late."""
+    return sorted({*globals(), *__all__})
+
+
 def serve(
     environment: Environment,
     port: int,

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from headrace.base.errors import ConfigError, ServiceError
-from headrace.base.files import atomic_write
+from headrace.base.errors import ConfigError
+from headrace.base.files import atomic_write, cannot_write
 
 REWARD, DATA = "reward.py", "train"
 _REMEDY = "define or import it inside, or write both into a file and give `env.NAME.target=FILE.py:NAME`"
@@ -154,4 +154,4 @@ def _write(path: Path, content: bytes) -> None:
         with atomic_write(path) as unfinished:
             unfinished.write_bytes(content)
     except OSError as error:
-        raise ServiceError(f"can't write {path} ({error.strerror}); give another run.dir") from error
+        raise cannot_write(path, error) from error

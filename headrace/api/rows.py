@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -22,7 +23,7 @@ class Rows(Generic[T]):
     """Records of a run. Each iteration reads the run's files anew, a part at a time."""
 
     def __init__(self, read: Callable[[], Iterator[T]], kind: type[T], as_json: Sequence[str] = ()) -> None:
-        """`as_json` are the fields in which anybody can write anything; in a table each is JSON text."""
+        """`as_json` are the free-form fields; in a table each is JSON text."""
         self._read, self._kind, self._as_json = read, kind, frozenset(as_json)
 
     def __iter__(self) -> Iterator[T]:
@@ -56,9 +57,7 @@ def _fields(kind: type) -> Iterable[Any]:
 
 def import_package(name: str, extra: str) -> Any:
     """Return the package. Raises `MissingPackage` if it isn't installed."""
-    import importlib
-
     try:
-        return importlib.import_module(name)
-    except ImportError as error:
+        return import_module(name)
+    except ModuleNotFoundError as error:
         raise MissingPackage(f"the package {name!r} is not installed: pip install 'headrace[{extra}]'") from error

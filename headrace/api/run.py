@@ -17,7 +17,7 @@ import psutil
 
 from headrace.api import inputs, starting
 from headrace.api.rows import Rows, import_package
-from headrace.api.watching import Watch, draw
+from headrace.api.watching import ProgressDisplay, draw
 from headrace.base.errors import ServiceError
 from headrace.cli.display import time_left
 from headrace.cli.run_list import brief, steps
@@ -33,7 +33,7 @@ from headrace.run.samples import Kind, SampleFiles, StoredSample
 
 _POLL_S = 0.5
 _PAGE = 1000  # groups that are asked for at a time
-_FREE_OF_SAMPLE = ("messages", "components", "extra_env_info", "calls", "artifacts", "metadata")
+_FREE_FORM = ("messages", "components", "extra_env_info", "calls", "artifacts", "metadata")
 
 
 class Run:
@@ -87,6 +87,7 @@ class Run:
 
     @property
     def id(self) -> str:
+        """The name of its folder."""
         return self.folder.name
 
     @property
@@ -96,12 +97,13 @@ class Run:
 
     @property
     def state(self) -> State:
-        return self._outline().state
+        """Whether it is up, or how it ended; `unknown` for a run of a version that did not record it."""
+        return self._outline(self.config).state
 
     @property
     def reason(self) -> str:
         """Why it failed; empty if it didn't."""
-        return self._outline().reason
+        return self._outline(self.config).reason
 
     def wait(self, timeout: float | None = None, *, show: bool = True) -> Run:
         """Return once the run has ended, finished or stopped. Until then `show` its progress: in a notebook a picture with its curves,
@@ -109,12 +111,13 @@ class Run:
 
         Raises `ServiceError` with the reason if it failed or was killed, `TimeoutError` after `timeout` seconds.
         """
-        watch = Watch(self.folder / history.JOURNAL, self._summary) if show else None
+        config = self.config  # not in the loop: to validate it takes a twentieth of a core
+        display = ProgressDisplay(self.folder / history.JOURNAL, self._summary) if show else None
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            outline = self._outline()
-            if watch is not None:
-                watch.update(outline)
+            outline = self._outline(config)
+            if display is not None:
+                display.update(outline)
             if outline.state != "running":
                 break
             if deadline is not None and time.monotonic() >= deadline:
@@ -147,10 +150,10 @@ class Run:
         lock = self.folder / RUN_LOCK
         try:
             process = psutil.Process(int(lock.read_text()))
-            is_it = any(os.path.samefile(each.path, lock) for each in process.open_files())
+            holds_lock = any(os.path.samefile(each.path, lock) for each in process.open_files())
         except (OSError, ValueError, psutil.Error):
             return None
-        return process if is_it else None
+        return process if holds_lock else None
 
     # -- what it recorded
 
@@ -216,7 +219,7 @@ class Run:
             for step in sorted(files.steps(kind)):
                 yield from files.samples(kind, step)
 
-        return Rows(read, StoredSample, _FREE_OF_SAMPLE)
+        return Rows(read, StoredSample, _FREE_FORM)
 
     def _sample_files(self, validation: bool) -> tuple[SampleFiles, Kind]:
         config = self.config
@@ -240,11 +243,11 @@ class Run:
             parts += filter(None, [time_left(trained, past.config.max_num_steps - (past.last_step or 0) - 1)])
         return ", ".join(parts)
 
-    def _outline(self) -> RunHistory:
+    def _outline(self, config: Config) -> RunHistory:
         """Return its state, without the lines of its journal."""
         if self._process is not None:
             self._process.poll()
-        return history.judge(self.config, [], None)
+        return history.judge(config, [], None)
 
 
 def train(

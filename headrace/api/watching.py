@@ -24,18 +24,17 @@ _POINTS = 300
 _DRAWN: tuple[Metric, ...] = (("train", "reward"), ("validation", "accuracy"))
 
 
-class Watch:
-    """Follows the journal of a run that is up."""
+class ProgressDisplay:
+    """Shows what is new in the journal of a run that is up."""
 
     def __init__(self, journal: Path, summarize: Callable[[RunHistory], str]) -> None:
         self._journal, self._summarize = journal, summarize
         self._lines: list[Line] = []
-        self._read = size(journal)  # an earlier start may have written it; a picture has all of it
         self._handle = _open_display()
+        # lines that an earlier start wrote are in a picture, and not shown again as text
+        self._read = 0 if self._handle else size(journal)
         self._console = None if self._handle else LineDisplay(Console(soft_wrap=True))
         self._drawn_at = -math.inf
-        if self._handle is not None:
-            self._read = 0
 
     def update(self, outline: RunHistory) -> None:
         """Show what is new. `outline` has the run's state."""

@@ -37,6 +37,9 @@ RunArgument = Annotated[
 ]
 
 
+RUN = "--run"
+
+
 class Command(TyperCommand):
     """A command that takes its run in either form, as `--run RUN` or as its first argument, whichever of the two its help has."""
 
@@ -67,9 +70,6 @@ class Command(TyperCommand):
         return found
 
 
-RUN = "--run"
-
-
 def _gives_run(args: Sequence[str]) -> bool:
     return any(each == RUN or each.startswith(f"{RUN}=") for each in args)
 
@@ -85,7 +85,7 @@ def _as_argument(args: list[str]) -> list[str]:
 
 
 class App(typer.Typer):
-    """A group of commands."""
+    """Its commands take their run in either form (`Command`)."""
 
     def command(self, name: str | None = None, **given: Any) -> Any:
         return super().command(name, **{"cls": Command, **given})

@@ -94,6 +94,10 @@ def test_waiting_for_a_run_that_has_ended_returns_it(run: headrace.Run) -> None:
     assert run.wait(timeout=0) is run
 
 
+def test_completion_knows_the_names_that_are_loaded_late() -> None:
+    assert set(headrace.__all__) <= set(dir(headrace))
+
+
 def test_nothing_heavy_is_loaded_to_read_a_run(run: headrace.Run) -> None:
     code = f"""
 import sys, headrace
