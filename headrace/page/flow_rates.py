@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from headrace.page.run_files import RunFiles
+from headrace.records.group_event import Cursor, parse_cursor
 from headrace.run import group_files
 from headrace.run.findings import TOTAL, Window, in_window, usual
 from headrace.run.group_files import GroupFile
@@ -20,6 +21,7 @@ from headrace.run.journal import Line
 
 Spans = Sequence[tuple[float, float]]
 
+_FIELDS = ("time", "group", "what", "lane")
 # The event of a group that enters a state, where it has another name.
 _EVENTS = {"enqueued": "queued", "leased": "open"}
 # A group of a validation is enqueued, and says that it is one, at most so long before another of its events.
@@ -70,13 +72,17 @@ def _count(folder: Path, files: Sequence[GroupFile], spans: Spans) -> collection
     entered = collections.Counter[str]()
     first, last = spans[0][0], spans[-1][1]
     evaluating: set[str] = set()
+    until: Cursor = (-1, -1)
     for file in files:
-        if file.last[0] / 1000 < first - _BEFORE_S or file.first[0] / 1000 > last:
+        if file.last <= until or file.last[0] / 1000 < first - _BEFORE_S or file.first[0] / 1000 > last:
             continue
         try:
-            table = group_files.read_file(file.path, ("time", "group", "what", "lane"))
+            table = group_files.read_file(file.path, ("id", *_FIELDS) if file.first <= until else _FIELDS)
         except FileNotFoundError:  # it was merged with others meanwhile
             return _count(folder, group_files.list_files(folder), spans)
+        if file.first <= until:  # it repeats events of those before it
+            table = table.filter([parse_cursor(entry) > until for entry in table["id"].to_pylist()])
+        until = file.last
         entered += _count_file(table, spans, evaluating)
     return entered
 

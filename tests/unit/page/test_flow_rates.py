@@ -47,12 +47,15 @@ def test_each_arrow_has_the_groups_of_the_windows_steps(tmp_path: Path) -> None:
 
 
 def test_groups_of_validations_are_not_those_of_training(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path)
-    before = a_minute(run, "last")
-    write(run, (-1, "held-out", "enqueued", {"lane": "validation"}), (52, "held-out", "leased", {}))
-    assert a_minute(run, "last") == before, "the files do not overlap, and the first says of which lane it is"
-    write(run, (53, "held-out", "leased", {}), (54, "held-out", "scoring", {}), (55, "held-out", "evaluated", {}))
-    assert a_minute(run, "last") == pytest.approx({**before, "evaluated": 6})
+    def rates(name: str, *events: tuple[float, str, str, dict[str, Any]]) -> dict[str, float]:
+        run = recorded_run(tmp_path, name, groups=False)
+        write(run, (-1, "held-out", "enqueued", {"lane": "validation"}), (51, "0-1", "leased", {}))
+        write(run, *events, (61, "0-2", "leased", {}))
+        return a_minute(run, "last")
+
+    held_out = [(52 + at, "held-out", what, {}) for at, what in enumerate(("leased", "scoring", "evaluated"))]
+    found = rates("with", *held_out)  # only the first file says of which lane it is
+    assert found == pytest.approx({**rates("without"), "evaluated": 6})
 
 
 def test_the_time_between_two_starts_is_no_part_of_a_rate(tmp_path: Path) -> None:
@@ -78,6 +81,17 @@ def test_events_that_are_not_written_yet_lower_no_rate(tmp_path: Path) -> None:
     assert found["open"] == pytest.approx(2 / 30 * 60, rel=1e-3)
     assert found["trained"] == pytest.approx(12)
     assert a_minute(run, "last") == pytest.approx({"trained": 12}), "of its time no event is known"
+
+
+def test_events_that_stand_in_two_files_count_once(tmp_path: Path) -> None:
+    """A trainer that was killed after it wrote a file writes its events again."""
+    run = recorded_run(tmp_path, groups=False)
+    told = [(5.0, "a", "leased", {}), (15.0, "b", "leased", {}), (58.0, "a", "ready", {})]
+    write(run, *told)
+    write(run, *told, (59.0, "b", "ready", {}))
+    assert len(group_files.list_files(run / group_files.FOLDER)) == 2
+    found = a_minute(run, "all")
+    assert (found["open"], found["ready"]) == pytest.approx((2 / 59 * 60, 2 / 59 * 60), rel=1e-3)
 
 
 def test_without_a_history_only_what_was_trained_is_known(tmp_path: Path) -> None:
