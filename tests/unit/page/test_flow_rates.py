@@ -23,7 +23,10 @@ def a_minute(run: Path, window: Window) -> dict[str, float]:
     return {state: rate * 60 for state, rate in per_second(RunFiles(run), window).items() if rate}
 
 
-def write(run: Path, *events: tuple[float, str, str, dict[str, Any]]) -> None:
+Event = tuple[float, str, str, dict[str, Any]]
+
+
+def write(run: Path, *events: Event) -> None:
     """Write events, each with its seconds after the start, its group, what it is, and its other fields."""
     rows = [
         {"id": f"{int((START + seconds) * 1000)}-{place}", "part": 0, "time": int((START + seconds) * 1000)}
@@ -47,15 +50,19 @@ def test_each_arrow_has_the_groups_of_the_windows_steps(tmp_path: Path) -> None:
 
 
 def test_groups_of_validations_are_not_those_of_training(tmp_path: Path) -> None:
-    def rates(name: str, *events: tuple[float, str, str, dict[str, Any]]) -> dict[str, float]:
+    """Only the first file says of which lane the group is, and only the last how it ended."""
+    told = {52: "leased", 54: "scoring", 55: "evaluated"}
+    leased, scoring, evaluated = [(at, "held-out", what, {}) for at, what in told.items()]
+
+    def rates(name: str, first: list[Event], last: list[Event]) -> dict[str, float]:
         run = recorded_run(tmp_path, name, groups=False)
         write(run, (-1, "held-out", "enqueued", {"lane": "validation"}), (51, "0-1", "leased", {}))
-        write(run, *events, (61, "0-2", "leased", {}))
+        write(run, *first, (53, "0-2", "leased", {}))
+        write(run, *last, (61, "0-3", "leased", {}))
         return a_minute(run, "last")
 
-    held_out = [(52 + at, "held-out", what, {}) for at, what in enumerate(("leased", "scoring", "evaluated"))]
-    found = rates("with", *held_out)  # only the first file says of which lane it is
-    assert found == pytest.approx({**rates("without"), "evaluated": 6})
+    without = rates("without", [], [])
+    assert rates("with", [leased], [scoring, evaluated]) == pytest.approx({**without, "evaluated": 6})
 
 
 def test_the_time_between_two_starts_is_no_part_of_a_rate(tmp_path: Path) -> None:
