@@ -49,7 +49,7 @@ class CombineBackend:
         passed = [
             place
             for place, found in enumerate(scores)
-            if gate is None or (found[gate].reward or 0.0) > 0 or _is_aside(found[gate])
+            if gate is None or (found[gate].reward or 0.0) > 0 or _does_not_apply(found[gate])
         ]
         others = [part for part in self._parts if part != gate]
         await asyncio.gather(*(self._ask(part, trajectories, scores, passed, deadline) for part in others))
@@ -105,10 +105,12 @@ class CombineBackend:
     def _whole(self, scores: Mapping[str, Score]) -> Score:
         """Return the score of one completion from those of its parts. Parts are missing only behind a closed gate, and count as 0. A part
         that does not apply to the completion is left out, unless none applies."""
-        aside = {part for part, score in scores.items() if _is_aside(score)}
-        if aside == set(scores):
-            aside = set()
-        failures = {part: score for part, score in scores.items() if score.status != "SCORED" and part not in aside}
+        not_applicable = {part for part, score in scores.items() if _does_not_apply(score)}
+        if not_applicable == set(scores):
+            not_applicable = set()
+        failures = {
+            part: score for part, score in scores.items() if score.status != "SCORED" and part not in not_applicable
+        }
         if failures:
             part, worst = min(failures.items(), key=lambda item: WORST.index(item[1].status))
             return Score(
@@ -119,7 +121,9 @@ class CombineBackend:
                 environment=self._name,
             )
         components = {
-            part: scores[part].reward or 0.0 if part in scores else 0.0 for part in self._parts if part not in aside
+            part: scores[part].reward or 0.0 if part in scores else 0.0
+            for part in self._parts
+            if part not in not_applicable
         }
         weighted = [weight * components[part] for part, weight in self._env.parts.items() if part in components]
         closed = self._env.gate in components and not components[self._env.gate] > 0
@@ -138,6 +142,6 @@ class CombineBackend:
             return Score("FAILED", message=str(error), environment=self._name)
 
 
-def _is_aside(score: Score) -> bool:
+def _does_not_apply(score: Score) -> bool:
     """Whether a part has no opinion of the completion: a reward function of TRL's that returned None for it."""
     return score.status == "INVALID" and score.metadata.get(NOT_APPLICABLE) is True

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from headrace.base.printable import printable
 from headrace.config.in_yaml import escape
 from headrace.config.root import Config
+from headrace.config.yaml_text import dump_value
 
 Kind = Literal["used", "replaced", "missing"]
 
@@ -64,10 +65,10 @@ def missing(names: str, says: str, default: Any = None, quiet: tuple[Any, ...] =
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A key of ours with its value, and where that came from."""
+    """The value of a key of ours, the keys of theirs that it came from, and what the file says of it."""
 
-    key: tuple[str, ...]
     value: Any
+    names: tuple[str, ...]
     comment: str
 
 
@@ -86,6 +87,7 @@ class Draft:
         patterns = sorted((row for row in table if "*" in row.name), key=lambda row: -len(row.name))
         self._patterns = [(re.compile(re.escape(row.name).replace(r"\*", ".*")), row) for row in patterns]
         self._unread: set[str] = set()  # those that were reported
+        self._noted: set[str] = set()  # keys of theirs that a note accounts for
         self._put: set[tuple[str, ...]] = set()
 
     def is_given(self, *names: str) -> bool:
@@ -100,7 +102,7 @@ class Draft:
         if not is_null and not _is_like(found, row.default if like is None else like):
             found = Unread(_short(found))
         if isinstance(found, Unread):
-            self._refuse(name, found.text)
+            self._refuse(name, found.text, self._ours(row))
             return row.default
         return found
 
@@ -109,33 +111,41 @@ class Draft:
         found = self.value(name, 1)
         if found is None or (found >= 1 and found == int(found)):
             return found if found is None else int(found)
-        self._refuse(name, _short(found))
+        self._refuse(name, _short(found), self._ours(self._rows[name]))
         return self._rows[name].default
 
-    def _refuse(self, name: str, shown: str) -> None:
+    def _refuse(self, name: str, shown: str, ours: str) -> None:
+        self._noted.add(name)
         if name not in self._unread:
             self._unread.add(name)
-            ours = self._ours(self._rows[name])
             self.to_add.append(f"{name} is {shown}, which can't be read as its value; set {ours} yourself")
 
     def put(self, key: str | tuple[str, ...], value: Any, *names: str, says: str = "") -> None:
         """Set a key of ours (dots lead into sections), for the keys `names` of theirs."""
         keys = tuple(key.split(".")) if isinstance(key, str) else key
-        own = [name for name in names if name in self.given and not isinstance(self.given[name], Unread)]
         self._put.add(keys)
+        if _has_unread(value):
+            unread = [name for name in names if _has_unread(self.given.get(name))]
+            for name in unread or [".".join(keys)]:
+                self._refuse(name, _short(self.given.get(name, value)), ".".join(keys))
+            return
+        own = tuple(name for name in names if name in self.given and not isinstance(self.given[name], Unread))
         if names and not own and _default(keys, self.section) == value:
             return
         of = ", ".join(f"{name} {_short(self.given[name])}" for name in own) or (
             f"{self.whose}'s default of {', '.join(names)}" if names else ""
         )
         if own and _default(keys, self.section) == value:
+            self._noted.update(own)
             self.same.append(f"{of}: {'.'.join(keys)} {_short(value)}")
             return
-        self.settings[keys] = Setting(keys, value, "; ".join(filter(None, (of, says))))
+        self.settings[keys] = Setting(value, own, "; ".join(filter(None, (of, says))))
 
-    def note(self, name: str, why: str) -> None:
-        """Report a key of theirs, or a value of it, without a counterpart."""
-        self.missing.append(f"{name} {_short(self.given.get(name))}: {why}" if name in self.given else f"{name}: {why}")
+    def note(self, name: str, why: str, under: list[str] | None = None) -> None:
+        """Report a key of theirs, or a value of it: without a counterpart, if not `under` another of the lists."""
+        self._noted.add(name)
+        notes = self.missing if under is None else under
+        notes.append(f"{name} {_short(self.given.get(name))}: {why}" if name in self.given else f"{name}: {why}")
 
     def add(self, text: str) -> None:
         """Report what the user has to add."""
@@ -148,24 +158,14 @@ class Draft:
                 value = self.value(row.name)
                 if value is not None or row.name in self.given:
                     self.put(row.says, value, row.name)
+        accounted = self._noted.union(*(setting.names for setting in self.settings.values()))
         for name, value in self.given.items():
-            if not self._tells(name):
+            if name not in accounted:
                 self._account(name, value)
         return self
 
-    def _tells(self, name: str) -> bool:
-        """Whether a setting or a note names this key of theirs."""
-        texts = (
-            *self.same,
-            *self.replaced,
-            *self.missing,
-            *self.to_add,
-            *(each.comment for each in self.settings.values()),
-        )
-        return any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for text in texts)
-
     def _account(self, name: str, value: Any) -> None:
-        """Report a key that no setting and no note names."""
+        """Report a key that no setting and no note accounts for."""
         row, shown = self._find(name), f"{name} {_short(value)}"
         if row is None:
             close = difflib.get_close_matches(name, [each.name for each in self.table], 1, 0.8)
@@ -180,7 +180,7 @@ class Draft:
             else:
                 self.missing.append(f"{shown}: {row.says}")
         elif isinstance(value, Unread):
-            self.value(name)
+            self._refuse(name, value.text, self._ours(row))
         else:
             self.same.append(f"{shown}: nothing to set beside the other keys ({self._ours(row)})")
 
@@ -243,9 +243,7 @@ def _write(settings: Mapping[tuple[str, ...], Setting], place: tuple[str, ...]) 
 
 
 def _flow(value: Any) -> str:
-    own = _escaped(value)
-    written = yaml.safe_dump(own, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return written.removesuffix("...\n").strip()
+    return dump_value(_escaped(value), flow=True)
 
 
 def _escaped(value: Any) -> Any:
@@ -253,7 +251,15 @@ def _escaped(value: Any) -> Any:
         return {_escaped(key): _escaped(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_escaped(each) for each in value]
+    if isinstance(value, Unread):
+        return value.text
     return escape(value) if isinstance(value, str) else value
+
+
+def _has_unread(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_unread, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Unread)
 
 
 def _short(value: Any) -> str:

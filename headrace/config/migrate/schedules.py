@@ -48,7 +48,8 @@ def put_schedule(
     if parts:
         draft.put(("policy", "scheduler"), parts, *names)
     else:
-        draft.same += [f"{name}: the rate is constant" for name in names if draft.is_given(name)]
+        for name in filter(draft.is_given, names):
+            draft.note(name, "the rate is constant", draft.same)
 
 
 def _named(name: str, **kwargs: float) -> dict[str, Any]:

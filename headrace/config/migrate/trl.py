@@ -142,7 +142,8 @@ TABLE: tuple[Row, ...] = (
     ),
     # validation, checkpoints, logs
     *used("eval_strategy", "grpo.val_period", "no"),
-    *used("eval_steps eval_delay do_eval", "grpo.val_period"),
+    *used("eval_steps do_eval", "grpo.val_period"),
+    *missing("eval_delay", "validation begins with the first period", 0),
     *used("eval_on_start", "grpo.val_at_start", False),
     *used("save_strategy", "checkpointing.save_period", "steps"),
     *used("save_steps", "checkpointing.save_period", 500),
@@ -187,7 +188,7 @@ class _Reward(NamedTuple):
     model: str | None = None
 
 
-class Script(NamedTuple):
+class _Script(NamedTuple):
     """What a script or a command says."""
 
     given: dict[str, Any]
@@ -208,12 +209,8 @@ def migrate(source: str, processes: int = 1, steps: int | None = None, folder: P
     files = [word for word in words if word.endswith(".py") and Path(word).is_file()]
     if len(words) == 1 and not files:
         raise ConfigError(f"{source} is not a file; give the path of the script, or a command in quotes")
-    script = _read(Path(files[0]), folder) if files else Script({}, [], None, None, [], {})
     flags = _flags(words)
-    if flags:  # they are the settings that the script reads
-        script = script._replace(
-            to_add=[text for text in script.to_add if not text.startswith(f"{files[0]} reads")] if files else []
-        )
+    script = _read(Path(files[0]), folder, bool(flags)) if files else _Script({}, [], None, None, [], {})
     given = {**script.given, **flags}
     for alias, own in (
         ("model_name_or_path", "model"),
@@ -249,8 +246,8 @@ def _flags(words: list[str]) -> dict[str, Any]:
     return known
 
 
-def _read(path: Path, folder: Path) -> Script:
-    """Read the calls of a script, which is not run."""
+def _read(path: Path, folder: Path, has_flags: bool) -> _Script:
+    """Read the calls of a script, which is not run. `has_flags`: its command gives the settings that it reads from there."""
     try:
         text = path.read_text(encoding="utf-8")
         module = ast.parse(text, str(path))
@@ -266,7 +263,7 @@ def _read(path: Path, folder: Path) -> Script:
         )
     given: dict[str, Any] = {}
     to_add = []
-    if any(
+    if not has_flags and any(
         "ArgumentParser" in (name := _called(call)) or name == "TrlParser"
         for call in ast.walk(module)
         if isinstance(call, ast.Call)
@@ -298,10 +295,10 @@ def _read(path: Path, folder: Path) -> Script:
     rewards, wanted = _rewards(trainer.get("reward_funcs"), module, path, folder, names, to_add)
     files = {}
     if wanted:
-        files[_copy_name(path)] = copy_functions(module, text, path.name, wanted, to_add)
+        files[_copy_name(path)] = _copy_functions(module, text, path.name, wanted, to_add)
     data = _data(trainer.get("train_dataset"), module, names, to_add)
     evaluation = _data(trainer.get("eval_dataset"), module, names, to_add) if "eval_dataset" in trainer else None
-    return Script(given, rewards, data, evaluation, to_add, files)
+    return _Script(given, rewards, data, evaluation, to_add, files)
 
 
 _CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
@@ -390,7 +387,7 @@ def _rewards(
     return found, wanted
 
 
-def copy_functions(module: ast.Module, text: str, source: str, wanted: list[str], to_add: list[str]) -> str:
+def _copy_functions(module: ast.Module, text: str, source: str, wanted: list[str], to_add: list[str]) -> str:
     """Return a file with these functions of a script, and with the imports and definitions that they use."""
     statements = [*module.body]
     for statement in module.body:
@@ -507,7 +504,7 @@ def _loads(call: ast.Call) -> bool:
     return _called(call) == "load_dataset"
 
 
-def _draft(script: Script, processes: int, steps: int | None) -> Draft:
+def _draft(script: _Script, processes: int, steps: int | None) -> Draft:
     draft = Draft("TRL", TABLE, script.given, "grpo")
     draft.files |= script.files
     for text in dict.fromkeys(script.to_add):
@@ -559,7 +556,7 @@ def _batches(draft: Draft, processes: int) -> int:
             "grpo makes one pass over a batch; `policy.train_global_batch_size` divides it into several optimizer steps",
         )
     elif "num_iterations" in draft.given:
-        draft.same.append("num_iterations 1: grpo makes one pass over a batch")
+        draft.note("num_iterations", "grpo makes one pass over a batch", draft.same)
     return batch // trained
 
 
@@ -698,7 +695,7 @@ def _generation(draft: Draft) -> None:
     if prompt is not None and whole is not None:
         draft.put("data.max_input_seq_length", prompt, "max_prompt_length")
     draft.put("policy.generation.top_k", draft.value("top_k") or None, "top_k")
-    kwargs = draft.value("generation_kwargs", {}) or {}
+    kwargs = dict(draft.value("generation_kwargs", {}) or {})
     for option, key in (
         ("stop", "stop_strings"),
         ("stop_strings", "stop_strings"),
@@ -738,9 +735,8 @@ def _model(draft: Draft) -> None:
             if others:
                 draft.note(name, f"{others}: not needed, or not there; the weights are float32")
             else:
-                draft.replaced.append(
-                    f"{name}: weights are float32 while they are trained, and computed in policy.precision"
-                )
+                why = "weights are float32 while they are trained, and computed in policy.precision"
+                draft.note(name, why, draft.replaced)
     draft.put("policy.activation_checkpointing", bool(draft.value("gradient_checkpointing")), "gradient_checkpointing")
     if draft.is_given("r", "use_peft") and draft.given.get("use_peft", True):
         _adapter(draft)
@@ -780,20 +776,16 @@ def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
     )
     kind, warm = draft.value("lr_scheduler_type"), draft.value("warmup_steps") or draft.value("warmup_ratio", 0.1) or 0
     kwargs = draft.value("lr_scheduler_kwargs", {}) or {}
-    names = [
-        name
-        for name in ("lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs")
-        if name in draft.given
-    ] or ["lr_scheduler_type"]
+    names = _named(draft, "lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs")
     least = (
         kwargs.get("min_lr_rate", kwargs.get("min_lr", 0) / (draft.value("learning_rate") or 1.0))
         if isinstance(kwargs, dict)
         else 0
     )
-    put_schedule(draft, kind, warm, total, in_batch, least, names)
+    put_schedule(draft, kind, warm, total, in_batch, least, names or ["lr_scheduler_type"])
 
 
-def _validation(draft: Draft, in_batch: int, script: Script) -> None:
+def _validation(draft: Draft, in_batch: int, script: _Script) -> None:
     strategy = draft.value("eval_strategy")
     names = _named(draft, "eval_strategy", "eval_steps") or ["eval_strategy"]
     period = draft.value("eval_steps") or draft.given.get("logging_steps") or 10
@@ -850,7 +842,7 @@ def _validation(draft: Draft, in_batch: int, script: Script) -> None:
             draft.put(key, draft.value(name), name)
 
 
-def _environments(draft: Draft, script: Script) -> None:
+def _environments(draft: Draft, script: _Script) -> None:
     rewards = list(script.rewards)
     named = draft.given.get("reward_funcs")
     for each in named if isinstance(named, list) else []:
@@ -861,16 +853,18 @@ def _environments(draft: Draft, script: Script) -> None:
         rewards.append(_Reward(_name(model.rpartition("/")[2]), None, model))
     for reward in rewards:
         options = {"target": reward.target} if reward.target else {"type": "reward_model", "model_name": reward.model}
-        draft.put(("env", reward.name), options, says="reward_funcs")
+        flags = _named(draft, "reward_funcs", "reward_model_name_or_path")
+        draft.put(("env", reward.name), options, *flags, says="" if flags else "reward_funcs")
     own = rewards[0].name if rewards else None
     if len(rewards) > 1:
         weights = draft.value("reward_weights", [])
         weights = weights if isinstance(weights, list) and len(weights) == len(rewards) else [1.0] * len(rewards)
         own = "reward"
         parts = {reward.name: float(weight) for reward, weight in zip(rewards, weights, strict=True)}
-        draft.put(("env", own), {"type": "combine", "parts": parts}, says="the weighted sum, reward_weights")
+        combined = {"type": "combine", "parts": parts}
+        draft.put(("env", own), combined, *_named(draft, "reward_weights"), says="the weighted sum")
         if draft.value("multi_objective_aggregation") == "normalize_then_sum":
-            draft.put("grpo.adv_estimator.name", "gdpo", says="multi_objective_aggregation")
+            draft.put("grpo.adv_estimator.name", "gdpo", "multi_objective_aggregation")
             by_name = [parts[each] for each in sorted(parts)]
             draft.put(
                 ("grpo", "adv_estimator", "reward_weights"), by_name, says="in alphabetical order of the functions"
@@ -882,7 +876,7 @@ def _environments(draft: Draft, script: Script) -> None:
     _data_sets(draft, script)
 
 
-def _data_sets(draft: Draft, script: Script) -> None:
+def _data_sets(draft: Draft, script: _Script) -> None:
     train, evaluation = script.data, script.evaluation
     if isinstance(path := draft.given.get("dataset_name"), str):
         subset = {"subset": draft.given["dataset_config"]} if draft.given.get("dataset_config") else {}

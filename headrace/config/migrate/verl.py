@@ -250,8 +250,8 @@ TABLE: tuple[Row, ...] = (
     *replaced(
         _within(
             _CRITIC,
-            f"enable rollout_n use_dynamic_bsz ppo_max_token_len_per_gpu forward_max_token_len_per_gpu shuffle "
-            f"data_loader_seed loss_agg_mode loss_scale_factor checkpoint.* forward_micro_batch_size* fsdp.* model.* "
+            f"enable use_dynamic_bsz ppo_max_token_len_per_gpu forward_max_token_len_per_gpu shuffle "
+            f"data_loader_seed loss_agg_mode loss_scale_factor checkpoint.* forward_micro_batch_size* fsdp.* "
             f"{_SHARDING}",
         ),
         "the value model is trained as the policy is",
@@ -284,7 +284,7 @@ TABLE: tuple[Row, ...] = (
     *used("trainer.total_epochs", "{section}.max_num_epochs", 30),
     *used("trainer.total_training_steps", "{section}.max_num_steps"),
     *used("trainer.project_name", "logger.wandb.project", "verl_examples"),
-    *used("trainer.experiment_name", "run.id, logger.wandb.name", "gsm8k"),
+    *used("trainer.experiment_name", "logger.wandb.name", "gsm8k"),
     *used(
         "trainer.logger",
         "logger.wandb_enabled, logger.tensorboard_enabled, logger.mlflow_enabled",
@@ -341,7 +341,7 @@ _SECTIONS = (
 _OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(_SECTIONS)})(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
-# Estimators of verl's by ours: whether a group's others alone are the baseline, and whether advantages are scaled.
+# verl's estimators of the KL divergence, and ours.
 _KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 
 
@@ -548,9 +548,10 @@ def _batches(draft: Draft) -> int:
     for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size"):
         if (size := draft.size(_ACTOR + name)) is not None:
             draft.put("policy.train_micro_batch_size", size, _ACTOR + name)
-    for name in (_ROLLOUT, _REF):
-        if (size := draft.size(name + "log_prob_micro_batch_size_per_gpu")) is not None:
-            draft.put("policy.logprob_batch_size", size, name + "log_prob_micro_batch_size_per_gpu")
+    for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size"):
+        for place in (_ROLLOUT, _REF):
+            if (size := draft.size(place + name)) is not None:
+                draft.put("policy.logprob_batch_size", size, place + name)
     if draft.value(_ACTOR + "use_dynamic_bsz"):
         draft.put("policy.sequence_packing.enabled", True, _ACTOR + "use_dynamic_bsz")
         whole = draft.size("data.max_prompt_length") + draft.size("data.max_response_length")
@@ -750,9 +751,8 @@ def _model(draft: Draft) -> None:
         _MODEL + "enable_gradient_checkpointing",
     )
     if _MODEL + "use_remove_padding" in draft.given:
-        draft.replaced.append(
-            f"{_MODEL}use_remove_padding: policy.sequence_packing packs rows; with use_dynamic_bsz it is on"
-        )
+        why = "policy.sequence_packing packs rows; with use_dynamic_bsz it is on"
+        draft.note(_MODEL + "use_remove_padding", why, draft.replaced)
     if rank := draft.value(_MODEL + "lora_rank"):
         draft.put("policy.lora_cfg.enabled", True, _MODEL + "lora_rank")
         draft.put("policy.lora_cfg.dim", rank, _MODEL + "lora_rank")
@@ -764,6 +764,8 @@ def _model(draft: Draft) -> None:
         )
         if isinstance(modules, str) and modules != "all-linear":
             draft.note(_MODEL + "target_modules", "give a list of names: policy.lora_cfg.target_modules")
+        if excluded := draft.value(_MODEL + "exclude_modules", []):
+            draft.put("policy.lora_cfg.exclude_modules", excluded, _MODEL + "exclude_modules")
     if overrides := {
         name.rpartition("override_config.")[2]: value
         for name, value in draft.given.items()
@@ -811,8 +813,9 @@ def _value_model(draft: Draft) -> None:
     draft.put("value.max_grad_norm", draft.value(clip), clip)
     if (mini := draft.size(_CRITIC + "ppo_mini_batch_size")) is not None:
         draft.put("value.train_global_batch_size", mini * draft.size(_ROLLOUT + "n"), _CRITIC + "ppo_mini_batch_size")
-    if (size := draft.size(_CRITIC + "ppo_micro_batch_size_per_gpu")) is not None:
-        draft.put("value.train_micro_batch_size", size, _CRITIC + "ppo_micro_batch_size_per_gpu")
+    for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size"):
+        if (size := draft.size(_CRITIC + name)) is not None:
+            draft.put("value.train_micro_batch_size", size, _CRITIC + name)
     _copy(draft, _CRITIC + "cliprange_value", "value_loss_fn.cliprange")
     draft.put(("value_loss_fn", "scale"), 1.0, says="verl doesn't scale the value model's loss")
 
@@ -866,9 +869,9 @@ def _environment(draft: Draft) -> None:
             "env: if the data_source of your rows is not mathematics, name your own function, as custom_reward_function does"
         )
     draft.put(("data", "default", "env_name"), name)
-    manager = draft.value("reward_model.reward_manager")
-    if manager not in ("naive", "dapo", None):
-        draft.note("reward_model.reward_manager", f"{manager}: a function gets one completion")
+    for name in ("reward_model.reward_manager", "reward.reward_manager.name"):
+        if (manager := draft.value(name)) not in ("naive", "dapo", None):
+            draft.note(name, f"{manager}: a function gets one completion")
     _overlong(draft)
 
 

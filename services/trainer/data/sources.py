@@ -243,9 +243,10 @@ def describe_columns(source: DataSourceConfig, key: str) -> Iterator[str]:
         return
     process = _processor(source, key)
     for where, _, row in rows.file_rows(Path(source.data_path), key):
-        columns = rows.columns_of(process(row, where), source.input_key, source.output_key)
+        processed = process(row, where)
+        columns = rows.columns_of(processed, source.input_key, source.output_key)
         if columns.whose is not None:
-            others = ", ".join(name for name in row if name != columns.question) or "no other column"
+            others = ", ".join(name for name in processed if name != columns.question) or "no other column"
             answer = f"; {columns.answer} is the answer" if columns.answer else ""
             yield (
                 f"{key}.data_path {source.data_path}: columns as in {columns.whose}: {columns.question} is the problem{answer}; the "

@@ -288,3 +288,12 @@ def test_config_check_says_what_was_recognised(tmp_path: Path) -> None:
     (of_trl,) = said("trl.jsonl", TRL_ROWS)
     assert "as in TRL" in of_trl
     assert said("own.jsonl", [{"input": "1", "output": "2", "prompt": "3"}]) == []
+
+
+def test_config_check_names_the_columns_after_the_processor(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def only(row):\n    return {'prompt': row['prompt'], 'kept': 1}\n")
+    path, processor = write(tmp_path, "rows.jsonl", [{"prompt": "2+2?", "dropped": 1}]), f"{tmp_path}/mine.py:only"
+    (source,) = DataConfig.model_validate({"train": {"data_path": str(path), "processor": processor}}).train
+    (line,) = describe_columns(source, "data.train[0]")
+    assert "kept" in line
+    assert "dropped" not in line
