@@ -70,10 +70,10 @@ def _write(draft: Draft, source: str, out: Path | None) -> None:
             draft.add(f"{name}, the reward functions; --out writes it beside the configuration")
         typer.echo(text, nl=False)
     else:
-        for path, content in {
-            **{out.parent / name: content for name, content in draft.files.items()},
-            out: text,
-        }.items():
+        files = {out: text, **{out.parent / name: content for name, content in draft.files.items()}}
+        if there := [str(path) for path in files if path.exists()]:  # all are written, or none
+            raise ConfigError(f"--out: {' and '.join(there)} can't be written (File exists); give a new file")
+        for path, content in files.items():
             _create(path, content)
     counts = (
         f"{len(draft.settings)} keys written, {len(draft.same)} the same by default, {len(draft.replaced)} not needed"

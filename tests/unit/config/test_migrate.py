@@ -462,6 +462,17 @@ def test_the_command_writes_a_file_that_loads_and_says_the_rest(tmp_path: Path) 
     assert isinstance(again.exception, ConfigError)
 
 
+def test_no_file_is_written_if_one_of_them_is_there(tmp_path: Path) -> None:
+    script = "from trl import GRPOTrainer\ndef right(completions, **kw):\n    return [1.0]\n"
+    (tmp_path / "train.py").write_text(f"{script}GRPOTrainer(model='m', reward_funcs=right, train_dataset='d')\n")
+    (tmp_path / "run.yaml").write_text("mine")
+    done = CliRunner().invoke(app, ["migrate", "trl", str(tmp_path / "train.py"), "--out", str(tmp_path / "run.yaml")])
+    assert isinstance(done.exception, ConfigError)
+    assert "run.yaml" in str(done.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml", "train.py"]
+    assert (tmp_path / "run.yaml").read_text() == "mine"
+
+
 def test_hostile_text_of_a_script_stays_text(tmp_path: Path) -> None:
     name = "Q ${oc.env:HOME} \x1b[31m # no comment: {a: 1}"
     draft = trl.migrate(f"trl grpo --model_name_or_path '{name}' --run_name 'a\nb: [c'")
