@@ -172,12 +172,12 @@ class TRLFunction(_RewardFunction):
             return make_failed(self, error)
 
     async def _awaited(self, returned: Awaitable[Any], samples: Sequence[Sample], log: _Log) -> list[Scored]:
+        rewards: list[Any] | None = None
         try:
             rewards = self._listed(await returned)
         except BaseException as error:
             if len(samples) == 1 or is_cancellation(error):
                 raise
-            rewards = None
         if rewards is None:  # not above: the errors of the calls to come would each bring this one's traceback
             return [await self._awaited_alone(sample) for sample in samples]
         return self._scores(rewards, samples, log)

@@ -360,7 +360,9 @@ def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
         if isinstance(kwargs, dict)
         else 0
     )
-    put_schedule(draft, kind, warm, total, in_batch, least, names or ["lr_scheduler_type"])
+    put_schedule(
+        draft, kind, warm, total, in_batch, (draft.value("learning_rate"), least), names or ["lr_scheduler_type"]
+    )
 
 
 def _validation(draft: Draft, in_batch: int, script: Script) -> None:

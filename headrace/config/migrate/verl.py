@@ -362,9 +362,8 @@ def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
     names = [of + name for name in options if of + name in draft.given] or [of + "lr_scheduler_type"]
     own_total = draft.value(of + "total_training_steps")
     total = math.ceil(own_total / in_batch) if own_total > 0 else total
-    put_schedule(
-        draft, kind, warm if warm > 0 else share, total, in_batch, draft.value(of + "min_lr_ratio") or 0.0, names
-    )
+    rates = draft.value(of + "lr"), draft.value(of + "min_lr_ratio") or 0.0
+    put_schedule(draft, kind, warm if warm > 0 else share, total, in_batch, rates, names)
 
 
 def _value_model(draft: Draft) -> None:

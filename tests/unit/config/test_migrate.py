@@ -437,6 +437,12 @@ def test_a_key_without_its_switch_does_nothing(name: str, on: str) -> None:
     assert draft.missing == []
 
 
+def test_a_cosine_ends_at_its_share_of_the_rate_even_of_a_default_one() -> None:
+    options = "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{min_lr_rate: 0.5}' --max_steps 100"
+    scheduler = trl.migrate(f"trl grpo --model_name_or_path Q {options}").values()["policy"]["scheduler"]
+    assert scheduler[0]["kwargs"] == {"T_max": 100, "eta_min": 5e-7}
+
+
 def test_a_mapping_may_be_given_as_a_whole() -> None:
     draft = verl.migrate(
         "algorithm.adv_estimator=grpo data.apply_chat_template_kwargs='{enable_thinking: false}' "
