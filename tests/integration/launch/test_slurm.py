@@ -54,6 +54,7 @@ def test_a_job_trains_on_two_nodes(tmp_path: Path, tiny_model: Path, killed: str
     logs = {log.name: log.read_text() for log in (tmp_path / "two" / "logs").glob("*.log")}
     assert done.returncode == 0, done.stderr + "\n".join(f"== {name}\n{text[-3000:]}" for name, text in logs.items())
     steps = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if line["kind"] == "train"] == [0, 1, 2]
+    # a step whose checkpoint had not been written is trained again
+    assert sorted({line["step"] for line in steps if line["kind"] == "train"}) == [0, 1, 2]
     assert ("continues from its checkpoint" in done.stderr) == (killed is not None)
     assert {"trainer-0.log", "trainer-1.log", "rollout-1.log", "rollout-2.log"} <= logs.keys()
