@@ -187,8 +187,6 @@ class Uploads:
                 failures = 0
                 if self._problem:
                     self._say("")
-            except FileNotFoundError:  # retention removed the checkpoint: there is a newer one
-                more = True
             except (HeadraceError, OSError) as error:
                 if self._closing.is_set():
                     return
@@ -212,8 +210,12 @@ class Uploads:
         here = [version for version in find_published(self._folder) if version in metrics]
         wanted = [version for version in here if version not in self._stored and version not in superseded]
         if wanted:
-            self._send(wanted[-1])
-            return True
+            try:
+                self._send(wanted[-1])
+            except FileNotFoundError:
+                if checkpoints.path_of(self._folder, wanted[-1]).exists():
+                    raise
+            return True  # or retention has removed it, and there is a newer one
         for version in here:
             if version in self._stored and self._stored[version].metrics != metrics[version]:
                 self._publish(msgspec.structs.replace(self._stored[version], metrics=metrics[version]))
@@ -281,7 +283,7 @@ class Uploads:
             try:
                 self._require_newest()
                 self._beat()
-            except ServiceError as error:
+            except HeadraceError as error:
                 if self._ended_by is not None:
                     return
                 log.warning("no sign of life could be given: %s", error)
@@ -293,10 +295,10 @@ class Uploads:
     # -- what is said
 
     def _lacking(self) -> str:
-        published = find_published(self._folder)
-        newest = max(self._stored, default=None)
-        there = "it has none" if newest is None else f"its newest is {newest}"
-        return f"checkpoint {published[-1] if published else 0} is not in {self._store.url} ({there})"
+        newest, there = max(find_published(self._folder), default=None), max(self._stored, default=None)
+        if newest is None or newest in self._stored:
+            return f"{self._store.url} is not up to date"
+        return f"checkpoint {newest} is not in {self._store.url} (it has {'none' if there is None else there})"
 
     def _say(self, problem: str) -> None:
         self._problem = problem

@@ -106,11 +106,15 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(s3: S3Server, machine:
     first.start("t1")
     first.publish(10)
     first.finish()
-    s3.spoil = lambda method, name: CUT if method in ("PUT", "POST") and "step_20" in name else None
+    s3.spoil = lambda method, name: (
+        CUT if method in ("PUT", "POST") and "step_20-t1/checkpoint/policy" in name else None
+    )
     first.publish(20, b"w" * 20_000_000)
     wait_until(lambda: list_problems(first.config.checkpoint_folder))
     first.uploads.close()
     s3.spoil = lambda method, name: None
+    assert first.stored() == [10]
+    assert s3.names("step_20-t1") != []
     second = machine("second")
     assert second.start("t2") == 10
     second.publish(20)
