@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 
 from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
-from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.errors import ConfigError, MissingPackage, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
 from headrace.config import Config
 from headrace.config.environments import TargetConfig
@@ -20,6 +20,7 @@ from headrace.net import rpc
 from headrace.net.credentials import Credentials, load_credentials
 from headrace.run.folder import SAVED
 from headrace.run.history import RECORD
+from headrace.run.object_store import RunStore, check_package
 from headrace.v1 import environment_pb2, environment_pb2_grpc
 
 _PING_S = 2.0
@@ -49,6 +50,11 @@ def look(loaded: Loaded) -> list[str]:
             reported.add(key)
             problems.append(f"{error}{origin}")
     problems += [f"{message}{loaded.origin(keys)}" for keys, message in named_by_data(config)]
+    if config.checkpointing.store is not None:
+        try:
+            warnings += _look_at_store(config, config.checkpointing.store)
+        except MissingPackage as error:
+            problems.append(f"{error}{loaded.origin(('checkpointing', 'store'))}")
     if problems:
         raise ConfigError("\n".join(problems))
     path = config.security.credentials
@@ -70,6 +76,18 @@ def _unused(loaded: Loaded) -> list[str]:
         for name, origin in origins.items()
         if not origin.startswith(" (") or origin.startswith((f" ({path}", f" ({COMMAND_LINE}"))
     ]
+
+
+def _look_at_store(config: Config, url: str) -> list[str]:
+    """Return what is wrong with the store of checkpoints, as far as this machine may use it. Raises `MissingPackage`."""
+    check_package(url)
+    try:
+        store = None if config.run.id is None else RunStore.of(config, patient=False)
+        if store is not None:
+            store.try_out()
+    except ServiceError as error:
+        return [str(error)]
+    return []
 
 
 def _tokenizers(config: Config) -> dict[str, str]:
