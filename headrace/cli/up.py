@@ -20,7 +20,7 @@ from headrace.config import Config
 from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.entry_points import load_entry_point
-from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settle
 from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints, findings, history, object_store, start, stored_run
 from headrace.run.history import CURVES, RECORD, recorded
@@ -59,7 +59,7 @@ def up(
     def say(line: str) -> None:
         common.say(console, line, keep="\n")
 
-    with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved, reserved):
+    with runs.lock(loaded), runs.refusable(loaded), settle(loaded) as (loaded, saved, reserved):
         device_plan.record(plan, threads, loaded.run_folder)
         start.record(loaded.run_folder, loaded, examined.origin)
         for warning in warnings:

@@ -12,7 +12,7 @@ from headrace.base.errors import ConfigError, MissingPackage, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
 from headrace.config import Config
 from headrace.config.environments import TargetConfig
-from headrace.config.loading import COMMAND_LINE, Loaded
+from headrace.config.loading import Loaded
 from headrace.config.root import TEACHER_KEY
 from headrace.launch import shell
 from headrace.launch.entry_points import load_entry_point
@@ -69,12 +69,11 @@ def _unused(loaded: Loaded) -> list[str]:
     path = loaded.path
     if path is None or (path.name == SAVED and (path.resolve().parent / RECORD).exists()):
         return []
-    origins = {name: loaded.origin(("env", name)) for name in loaded.config.unused_environments}
     return [
         f"env.{name} is never used: no data set names it (env_name), and no environment that one names does; correct its name, or leave it "
-        f"out{origin}"
-        for name, origin in origins.items()
-        if not origin.startswith(" (") or origin.startswith((f" ({path}", f" ({COMMAND_LINE}"))
+        f"out{loaded.origin(('env', name))}"
+        for name in loaded.config.unused_environments
+        if loaded.is_own(("env", name))
     ]
 
 
