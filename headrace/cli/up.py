@@ -11,13 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, Problems
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import RunConsole, closing_table, failures, open_display
 from headrace.config import Config
-from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settle
@@ -39,15 +38,19 @@ def up(
     With run.id=NAME of an earlier run, continue it from its last checkpoint.
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
-    examined = examine(config, given)
+    examined = preflight.examine(config, given)
     fetch_newest(examined.config)
     # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
     loaded, changes = runs.prepare(config, given)
     if line := nothing_left(loaded):
         common.say(RunConsole(), line)
         return
-    translation, warnings = examined.nemo_rl, preflight.look(examined)
-    check(loaded)
+    translation, warnings, problems = examined.nemo_rl, list[str](), Problems()
+    with problems.gathered():
+        warnings = preflight.look(examined)
+    with problems.gathered():
+        check(loaded)
+    problems.tell()
     plan = device_plan.of(loaded)
     if plan is not None:
         plan, of_memory = device_plan.fit(loaded, plan)

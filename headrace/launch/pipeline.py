@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.devices import DevicePlan
-from headrace.base.errors import HeadraceError, ReplayUnavailable, ServiceError
+from headrace.base.errors import HeadraceError, Problems, ReplayUnavailable, ServiceError
 from headrace.base.files import is_gone
 from headrace.base.scratch import remove_abandoned
 from headrace.base.tls import client_context
@@ -42,11 +42,15 @@ LOOK_S = 0.2
 
 
 def check(config: Config) -> None:
-    """Refuse, before anything is written, a run that can't start. Raises `ConfigError`."""
+    """Refuse, before anything is written, a run that can't start. Raises `ConfigError` with everything that is wrong."""
+    problems = Problems()
     episodes, page = (["agents"] if config.has_episodes else []), (["page"] if config.page.port is not None else [])
-    for service in ("replay", "reward", "rollout", *episodes, "trainer", *page):
-        exposure.check(config, service)
-    environment_processes.check(config)
+    with problems.gathered():  # the first of them: what one needs, all have
+        for service in ("replay", "reward", "rollout", *episodes, "trainer", *page):
+            exposure.check(config, service)
+    with problems.gathered():
+        environment_processes.check(config)
+    problems.tell()
 
 
 @contextlib.contextmanager
