@@ -11,9 +11,10 @@ from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
 from headrace.config import Config
-from headrace.config.environments import TargetConfig
+from headrace.config.environments import LLMJudgeConfig, TargetConfig
 from headrace.config.loading import COMMAND_LINE, Loaded
 from headrace.config.root import TEACHER_KEY
+from headrace.env import judge_template
 from headrace.launch import shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
@@ -49,6 +50,7 @@ def look(loaded: Loaded) -> list[str]:
             reported.add(key)
             problems.append(f"{error}{origin}")
     problems += [f"{message}{loaded.origin(keys)}" for keys, message in named_by_data(config)]
+    problems += _templates(loaded)
     if problems:
         raise ConfigError("\n".join(problems))
     path = config.security.credentials
@@ -70,6 +72,19 @@ def _unused(loaded: Loaded) -> list[str]:
         for name, origin in origins.items()
         if not origin.startswith(" (") or origin.startswith((f" ({path}", f" ({COMMAND_LINE}"))
     ]
+
+
+def _templates(loaded: Loaded) -> list[str]:
+    """Return a line for each template of a judge that fails."""
+    problems = []
+    for name, env in loaded.config.env.items():
+        if isinstance(env, LLMJudgeConfig) and env.template is not None:
+            key = "env", name, "template"
+            try:
+                judge_template.check_template(".".join(key), env.template, env.rubric, env.scale)
+            except ConfigError as error:
+                problems.append(f"{error}{loaded.origin(key)}")
+    return problems
 
 
 def _tokenizers(config: Config) -> dict[str, str]:
