@@ -129,7 +129,7 @@ def fetch_newest(config: Config) -> None:
     """Fetch the run from its store, if it was continued on another machine."""
     store = None if config.run.id is None else RunStore.of(config)
     if store is not None:
-        with runs.locked(config):
+        with runs.lock(config):
             stored_run.fetch_newest(config, store, lambda line: common.say(RunConsole(), line))
 
 

@@ -13,9 +13,10 @@ from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.base.errors import ConfigError, MissingPackage, Problems, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
 from headrace.config import Config, loading
-from headrace.config.environments import TargetConfig
+from headrace.config.environments import LLMJudgeConfig, TargetConfig
 from headrace.config.loading import InvalidConfig, Loaded
 from headrace.config.root import TEACHER_KEY
+from headrace.env import judge_template
 from headrace.launch import environment_processes, shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
@@ -82,6 +83,9 @@ def _look_at_named(loaded: Loaded, without: Collection[str] = ()) -> list[str]:
             for keys, message in named_by_data(config):
                 head, *more = message.split("\n")
                 problems.add("\n".join([f"{head}{loaded.origin(keys)}", *more]))
+    if "env" not in without:
+        for message in _check_templates(loaded):
+            problems.add(message)
     if config.checkpointing.store is not None and "checkpointing" not in without:
         try:
             warnings += _look_at_store(config, config.checkpointing.store)
@@ -115,6 +119,19 @@ def _look_at_store(config: Config, url: str) -> list[str]:
     except ServiceError as error:
         return [str(error)]
     return []
+
+
+def _check_templates(loaded: Loaded) -> list[str]:
+    """Return a line for each template of a judge that fails."""
+    problems = []
+    for name, env in loaded.config.env.items():
+        if isinstance(env, LLMJudgeConfig) and env.template is not None:
+            key = "env", name, "template"
+            try:
+                judge_template.check_template(".".join(key), env.template, env.rubric, env.scale)
+            except ConfigError as error:
+                problems.append(f"{error}{loaded.origin(key)}")
+    return problems
 
 
 def _tokenizers(config: Config) -> dict[str, str]:
