@@ -206,8 +206,16 @@ def say(event: GroupEvent) -> str:
         case "scored":
             reward = "without a reward" if event.reward is None else f"with reward {event.reward:.6g}"
             return f"{which} was scored {reward}{because}"
-        case "reserved" | "trained" | "evaluated":
-            return f"{event.what}{step}"
+        case "scoring":
+            return "every trajectory is there, and waits for its score"
+        case "ready":
+            return "every trajectory has a score: the group is ready"
+        case "trained":
+            return f"trained{step.replace('for', 'in', 1)}"
+        case "evaluated":
+            return "evaluated" if event.step is None else f"evaluated version {event.step}"
+        case "reserved":
+            return f"reserved{step}"
         case "rewound" | "restored":
             version = "" if event.version is None else f" to version {event.version}"
             return f"the run was {event.what}{version}"
