@@ -16,6 +16,7 @@ COMMANDS = {
     "rollout": "services:rollout",
     "agents": "services:agents",
     "trainer": "services:trainer",
+    "preemption-watch": "preemption:preemption_watch",
     "replay-step": "replay_step:replay_step",
     "model": "model:model",
     "acl": "acl:acl",
@@ -30,4 +31,5 @@ COMMANDS = {
     "groups": "groups:app",
     "runs": "run_list:app",
     "plan": "plan:app",
+    "deploy": "deploy:app",
 }

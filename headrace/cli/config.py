@@ -14,7 +14,7 @@ from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
 from headrace.config.yaml_text import dump
-from headrace.launch import device_plan, environment_processes, preflight, runs
+from headrace.launch import device_plan, environment_processes, ports, preflight
 from headrace.launch.entry_points import load_entry_point
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
@@ -74,7 +74,7 @@ def check(
         for line in translated:  # the translation itself succeeded
             typer.echo(line)
         raise
-    for warning in [*warnings, *runs.busy_ports(examined.config)]:
+    for warning in [*warnings, *ports.list_busy(examined.config)]:
         typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
     for line in (*lines, *environment_processes.describe(examined.config), *translated):

@@ -56,12 +56,14 @@ _MOST_ROUNDS = 3
 @dataclasses.dataclass(frozen=True)
 class Loaded:
     """A configuration, and how it was translated from a NeMo RL file; None for one of Headrace's own. `origin` returns where the value at
-    some keys was given, as text to append: " (run.yaml:12)", " (command line)", or nothing. `path` is the file that was read."""
+    some keys was given, as text to append: " (run.yaml:12)", " (command line)", or nothing. `path` is the file that was read; `is_own`
+    tells whether it, or the command line, gave the value at some keys, and not a variable or a file that it inherits from."""
 
     config: Config
     nemo_rl: Translation | None
     origin: Callable[[Keys], str] = lambda keys: ""
     path: Path | None = None
+    is_own: Callable[[Keys], bool] = lambda keys: True
 
 
 class InvalidConfig(ConfigError):
@@ -92,22 +94,8 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     """
     inherited = read(Path(path))
     values = copy.deepcopy(inherited.values)
-    origins: dict[Keys, str] = {}  # by the keys in `values`
-    named_by: dict[Keys, Keys] = {}  # what variables gave: the keys by which they name it, by the keys in `values`
     environ = os.environ if environ is None else environ
-    for keys, value in _environment(environ):
-        place = _put(values, keys, value, variable_name(keys))
-        origins[place], named_by[place] = ENVIRONMENT, keys
-    wrong = Problems()
-    for override in overrides:
-        with wrong.gathered():
-            keys, value = _override(override)
-            place = _put(values, keys, value, override)
-            for replaced in [known for known in origins if known[: len(place)] == place]:
-                del origins[replaced]
-                named_by.pop(replaced, None)
-            origins[place] = COMMAND_LINE
-    wrong.tell()
+    origins, named_by = _put_all(values, overrides, environ)
     if [values.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
         raise ConfigError("grpo and ppo are both null; give one of them")
     written = expressions(values)
@@ -145,7 +133,13 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         def origin(keys: Keys) -> str:
             return _origin(origins, inherited, written, unresolved, keys)
 
-        return Loaded(_checked(values, [*references.values()], origin, written_as), None, origin, Path(path))
+        def is_own(keys: Keys) -> bool:
+            if given := _given(origins, keys):
+                return given == [COMMAND_LINE]
+            return inherited.source(keys) in (None, Path(path))
+
+        checked = _checked(values, [*references.values()], origin, written_as)
+        return Loaded(checked, None, origin, Path(path), is_own)
     # imported only for a NeMo RL file: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 
@@ -170,6 +164,29 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     ]
     checked = _checked(translation.values, [*references.values(), *moved], translated, named, problems, _NEMO_RL_LINES)
     return Loaded(checked, translation, translated)
+
+
+def _put_all(
+    values: dict[str, Any], overrides: Sequence[str], environ: Mapping[str, str]
+) -> tuple[dict[Keys, str], dict[Keys, Keys]]:
+    """Put what variables and the command line give into `values`. Returns by the keys there which of the two gave a value, and for one of
+    a variable the keys by which it names it. Raises `ConfigError` with every override that is none."""
+    origins: dict[Keys, str] = {}
+    named_by: dict[Keys, Keys] = {}
+    for keys, value in _environment(environ):
+        place = _put(values, keys, value, variable_name(keys))
+        origins[place], named_by[place] = ENVIRONMENT, keys
+    wrong = Problems()
+    for override in overrides:
+        with wrong.gathered():
+            keys, value = _override(override)
+            place = _put(values, keys, value, override)
+            for replaced in [known for known in origins if known[: len(place)] == place]:
+                del origins[replaced]
+                named_by.pop(replaced, None)
+            origins[place] = COMMAND_LINE
+    wrong.tell()
+    return origins, named_by
 
 
 def _of_variables(

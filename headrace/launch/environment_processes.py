@@ -28,16 +28,6 @@ from headrace.launch.runs import token_file
 from headrace.launch.supervisor import Child, child_environ
 
 _IMPORT_S = 120.0
-# Loads the environment that its argument names.
-_LOAD = """
-import sys
-from headrace.base.errors import ConfigError
-from headrace.env import environment_file
-try:
-    environment_file.load(sys.argv[1])
-except ConfigError as error:
-    sys.exit(str(error))
-"""
 # The variables that tell an environment what `headrace up` wants it to serve.
 NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
 
@@ -85,7 +75,7 @@ def check_loading(config: Config) -> None:
 
 def loading_problem(target: str) -> str | None:
     """Return why the environment of a file can't be loaded; None if it can."""
-    argv = [sys.executable, "-P", "-c", _LOAD, target]
+    argv = [sys.executable, "-P", "-m", environment_file.__name__, target]
     try:
         done = subprocess.run(
             argv,

@@ -83,6 +83,16 @@ def test_a_bad_configuration_is_refused_by_every_command(config: Path, command: 
     assert "grpo.num_prompts_per_step?" in said
 
 
+@pytest.mark.parametrize("command", [("config", "check"), ("up",)])
+def test_a_template_that_fails_is_refused_with_its_name(config: Path, command: tuple[str, ...]) -> None:
+    judge = "{base_url: 'http://127.0.0.1:1/v1', model: small}"
+    env = f"    type: llm_judge\n    judges: [{judge}]\n    template: '{{{{ complation }}}}'\n"
+    config.write_text(config.read_text().replace("  math: {type: math}\n", f"  math: {{type: math}}\n  polite:\n{env}"))
+    said = refused(*command, config)
+    assert "env.polite.template" in said
+    assert "'complation'" in said
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "can't read the configuration" in refused("up", tmp_path / "none.yaml")
 
