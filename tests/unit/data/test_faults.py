@@ -57,13 +57,14 @@ def test_of_many_rows_the_first_are_named_and_the_remedy_once(tmp_path: Path) ->
     assert f"{tmp_path}/a.jsonl:2" in told[1]
 
 
-def test_however_many_kinds_there_are_the_message_is_bounded() -> None:
+def test_however_many_rows_and_kinds_there_are_few_are_kept() -> None:
     faults = Faults("data.train[0]", "data_path", "correct it")
     for number in range(100_000):
         faults.add(f"a.jsonl:{number}", BadRow("…" * 50, f"kind {number % (2 * MOST_KINDS)}"))
     told = [line for _, message in faults.problems() for line in message.splitlines()]
     assert len(told) <= MOST_KINDS * (MOST_ROWS + 2) + 1
     assert "50000 rows have further faults" in told[-1]
+    assert sum(len(kind.rows) for kind in faults._kinds.values()) == MOST_KINDS * MOST_ROWS  # the others take no memory
 
 
 def test_a_processor_that_fails_for_every_row_shows_its_trace_once(tmp_path: Path) -> None:
