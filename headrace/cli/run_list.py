@@ -19,7 +19,7 @@ from headrace.cli import weights
 from headrace.cli.common import WIDTH, App, RunArgument, cell, plain_table, say
 from headrace.cli.display import duration
 from headrace.config.compare import diff, is_own
-from headrace.launch import runs
+from headrace.launch import ports, runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.run import fork as forks
 from headrace.run import history, stored_run
@@ -107,7 +107,7 @@ def fork(
         raise ConfigError(f"{source} names no checkpoint; give RUN@STEP")
     config = found.run.config
     folder = Path(new) if len(Path(new).parts) > 1 else config.run_folder.parent / new
-    forks.fork(config, found.run.step, folder, runs.keys_of_a_copy(config))
+    forks.fork(config, found.run.step, folder, ports.keys_of_a_copy(config))
     typer.echo(
         f"run {folder.name} in {folder} continues from {found.name}: headrace up {folder / runs.SAVED} KEY=VALUE…"
     )

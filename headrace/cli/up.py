@@ -11,16 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, Problems
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import RunConsole, closing_table, failures, open_display
 from headrace.config import Config
-from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.entry_points import load_entry_point
-from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settle
 from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints, findings, history, object_store, start, stored_run
 from headrace.run.history import CURVES, RECORD, recorded
@@ -39,15 +38,19 @@ def up(
     With run.id=NAME of an earlier run, continue it from its last checkpoint.
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
-    examined = examine(config, given)
+    examined = preflight.examine(config, given)
     fetch_newest(examined.config)
     # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
     loaded, changes = runs.prepare(config, given)
     if line := nothing_left(loaded):
         common.say(RunConsole(), line)
         return
-    translation, warnings = examined.nemo_rl, preflight.look(examined)
-    check(loaded)
+    translation, warnings, problems = examined.nemo_rl, list[str](), Problems()
+    with problems.gathered():
+        warnings = preflight.look(examined)
+    with problems.gathered():
+        check(loaded)
+    problems.tell()
     plan = device_plan.of(loaded)
     if plan is not None:
         plan, of_memory = device_plan.fit(loaded, plan)
@@ -59,7 +62,7 @@ def up(
     def say(line: str) -> None:
         common.say(console, line, keep="\n")
 
-    with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved, reserved):
+    with runs.lock(loaded), runs.refusable(loaded), settle(loaded) as (loaded, saved, reserved):
         device_plan.record(plan, threads, loaded.run_folder)
         start.record(loaded.run_folder, loaded, examined.origin)
         for warning in warnings:
@@ -126,7 +129,7 @@ def fetch_newest(config: Config) -> None:
     """Fetch the run from its store, if it was continued on another machine."""
     store = None if config.run.id is None else RunStore.of(config)
     if store is not None:
-        with runs.locked(config):
+        with runs.lock(config):
             stored_run.fetch_newest(config, store, lambda line: common.say(RunConsole(), line))
 
 

@@ -26,7 +26,7 @@ from headrace.run import checkpoints, group_files, prompt_counts
 from headrace.run.checkpoints import STATE, SUMS
 from headrace.run.folder import INPUTS, SAVED
 from headrace.run.history import RECORD, RunRecord
-from headrace.run.journal import JOURNAL, Line, read_journal, surviving
+from headrace.run.journal import JOURNAL, read_journal, surviving, write_line
 from headrace.run.lineage import FOLDER, NAME, LineageFiles
 
 _TRIES = 3
@@ -101,12 +101,7 @@ def _journal(config: Config, version: int, retries: int) -> Iterator[bytes]:
         if line.step < version or (line.kind, line.step) == ("validation", version)
     }
     known = {id(line) for line in [line for line in lines if line.kind == "retry"][:retries]}
-    yield from (_encode(line) for line in lines if id(line) in kept | known)
-
-
-def _encode(line: Line) -> bytes:
-    fields = {name: value for name, value in vars(line).items() if value or name not in ("orders", "builds")}
-    return json.dumps(fields).encode() + b"\n"
+    yield from (write_line(line).encode() for line in lines if id(line) in kept | known)
 
 
 def copy_groups(source: Path, target: Path) -> None:

@@ -249,7 +249,7 @@ class Loop:
             tracing.emit(tracing.EndedSpan("step", at, None, self._step_began_ns, ended_ns, attributes))
             self._step_began_ns = ended_ns
 
-    def _traced(self, name: str, links: Sequence[tracing.SpanId] = ()) -> tracing.Span:
+    def _traced(self, name: str, links: Sequence[tracing.SpanContext] = ()) -> tracing.Span:
         """Return a span of the step that makes the next version."""
         step = tracing.step_span(self._replay.run_id, self._timeline, self._version)
         attributes = tracing.named(step=self._version, timeline=self._timeline)
