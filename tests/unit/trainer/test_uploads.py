@@ -343,11 +343,10 @@ def test_a_manifest_that_leads_out_of_the_folder_is_refused(s3: S3Server, machin
     first.start("t1")
     first.publish(10)
     first.finish()
-    (name,), (metrics,) = s3.names("manifests"), s3.names("metrics.jsonl")
+    (name,) = s3.names("manifests")
     data = s3.objects[name].data
     for odd in ("run/../../../../../odd", f"{tmp_path}/odd"):
         s3.objects[name].data = data.replace(b"run/metrics.jsonl", odd.encode())
-        s3.objects[f"runs/adder/step_10-t1/{odd}"] = s3.objects[metrics]
         with pytest.raises(ServiceError, match="leads out"):
             stored_run.fetch(first.store, None, tmp_path / "a" / "b", print)
         assert [*tmp_path.rglob("odd")] == []
