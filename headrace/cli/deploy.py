@@ -1,7 +1,8 @@
-"""`headrace deploy helm`: the values of the Helm chart for a run."""
+"""`headrace deploy`: what runs a configuration on a cluster."""
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -11,21 +12,47 @@ import typer
 from headrace.base.errors import ConfigError
 from headrace.base.files import atomic_write
 from headrace.base.printable import printable
-from headrace.cli.common import MOST_GPUS, ConfigArgument, Overrides
+from headrace.cli.common import MOST_GPUS, App, ConfigArgument, Overrides
 from headrace.config import load
 from headrace.config.yaml_text import dump_value
+from headrace.launch import slurm
 from headrace.launch.chart_values import Cluster, chart_values
 
-app = typer.Typer(help="Deploy a run on a cluster.", no_args_is_help=True)
+app = App(help="Deploy a run on a cluster.", no_args_is_help=True)
 
 
 @app.callback()
-def deployments() -> None:
+def deploy() -> None:
     """Deploy a run on a cluster."""
 
 
-@app.command()
-def helm(
+@app.command("slurm")
+def write_slurm(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 2,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of a node; 0: train on CPUs.")] = 8,
+) -> None:
+    """Print a job for `sbatch` that runs CONFIG on several nodes: buffer and reward service on the first, the trainer and the replicas on
+    all, with TLS and tokens. What dies is started again. Before its time ends the job saves a checkpoint; submitted again, it continues.
+
+    Run it where the nodes see the same files: paths of CONFIG start in the current folder, and this environment's programs are used.
+    """
+    loaded = load(config, overrides or ())
+    text = slurm.write_job(
+        loaded,
+        config.absolute(),
+        overrides or (),
+        nodes=nodes,
+        gpus=gpus,
+        folder=Path.cwd(),
+        programs=Path(sys.executable).parent,
+    )
+    typer.echo(text, nl=False)
+
+
+@app.command("helm")
+def write_helm(
     config: ConfigArgument,
     overrides: Overrides = None,
     output: Annotated[
@@ -44,7 +71,7 @@ def helm(
         ),
     ] = None,
 ) -> None:
-    """Write the values of the chart deploy/helm/headrace for this run: its configuration, the pods and GPUs of each service, their memory.
+    """Write the values of the chart deploy/helm/headrace for CONFIG: the configuration, the pods and GPUs of each service, their memory.
     Print what is left to do, and refuse what the chart can't run."""
     images = dict(_image(each) for each in environments or ())
     values, remarks = chart_values(load(config, overrides or ()), Cluster(gpus, images))
