@@ -70,11 +70,6 @@ class Helm:
             for each in validator.iter_errors(manifest)
         ]
 
-    def read_script(self, script: Path) -> str:
-        """Return what shellcheck says about it; nothing if all is well."""
-        done = subprocess.run([self._packages / "bin" / "shellcheck", script], capture_output=True, text=True)
-        return done.stdout + done.stderr
-
     @functools.cache  # noqa: B019 - there is one Helm, which lives as long as the tests
     def _validator(self, version: str, schema: str) -> jsonschema_rs.Validator:
         (folder,) = self._packages.glob(f"kubernetes_validate/kubernetes-json-schema/v{version}.*-local-strict")

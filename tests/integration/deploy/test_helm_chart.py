@@ -450,8 +450,3 @@ def test_the_demo_for_kind_gives_values_that_the_chart_takes(helm: Helm) -> None
     assert {each["spec"]["accessModes"][0] for each in kinds(objects, "PersistentVolumeClaim")} == {"ReadWriteOnce"}
     assert f"image={first(objects, 'replay')['image']}\n" in script
     assert f"deployment/{named(objects, 'Deployment', 'page')['metadata']['name']} " in script
-
-
-@pytest.mark.parametrize("script", ["helm/kind_demo.sh", "bin/make-model", "bin/make-secrets"])
-def test_a_script_is_free_of_lint(helm: Helm, script: str) -> None:
-    assert helm.read_script(ROOT / "deploy" / script) == ""
