@@ -24,7 +24,7 @@ up() {
   trap 'rm -r "$values"' EXIT
   "$headrace" deploy helm "$config" -o "$values/run.yaml"
   # one node, whose storage class gives a volume to one node at a time
-  helm --kube-context "kind-$cluster" --namespace headrace upgrade --install demo deploy/helm/headrace --create-namespace \
+  helm --kube-context "kind-$cluster" --namespace headrace upgrade --install demo deploy/helm/headrace --create-namespace --timeout 15m \
     --values "$values/run.yaml" \
     --set storage.runs.accessMode=ReadWriteOnce --set storage.runs.size=2Gi \
     --set storage.models.accessMode=ReadWriteOnce --set storage.models.size=2Gi --set redis.storage.size=1Gi

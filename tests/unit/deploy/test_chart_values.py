@@ -113,7 +113,7 @@ def test_without_the_plan_the_charts_own_memory_is_named() -> None:
 COMMAND = {"mine": {"command": ["./serve", "--fast"], "timeout_s": 7}}
 
 
-def test_an_environment_runs_in_its_image_and_is_called_at_its_service(tmp_path: Path) -> None:
+def test_an_environment_runs_in_its_image_behind_a_service(tmp_path: Path) -> None:
     run = config(env=COMMAND, data={"train": {"dataset_name": "arithmetic", "env_name": "mine"}})
     values, _ = chart_values(run, Cluster(images={"mine": "registry.example/mine:1"}))
     (environment,) = values["environments"]

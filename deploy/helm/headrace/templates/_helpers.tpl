@@ -1,6 +1,6 @@
 {{/* The start of every object's name: the release's, and what the names of its pods need stays within 63 characters. */}}
 {{- define "headrace.fullname" -}}
-{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
+{{- .Release.Name | replace "." "-" | trunc 30 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* The name of a component's Service, and of its other objects. Usage: (list $ "replay") */}}
