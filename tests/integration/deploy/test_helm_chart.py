@@ -31,7 +31,11 @@ MINE = [
     {"name": "exact_two", "image": "registry.example/exact:1", "port": 50400, "resources": RESOURCES},
     {"name": "mine", "image": "registry.example/mine:2", "attached": True, "resources": RESOURCES},
 ]
-GIVEN = frozenset({"tokens", "keys", "ca", "my-runs", "shared-models"})
+GIVEN = frozenset({"tokens", "keys", "ca", "my-runs", "shared-models"}) | {
+    f"my-{component}-{kind}"
+    for component in ("redis", "replay", "reward", "rollout", "trainer", "page")
+    for kind in ("tls", "credentials")
+}
 # by name: an example, the GPUs of a node, and what else is in the values
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "demo": ("arithmetic_tiny", 0, {}),
@@ -42,6 +46,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "agents": ("repair_game", 0, {}),
     "environments": ("arithmetic_tiny", 0, {"environments": MINE}),
     "agents and environments": ("repair_game", 0, {"environments": MINE, "agents": {"replicas": 2}}),
+    "existing secrets": ("arithmetic_tiny", 0, {"secrets": {"source": "existing", "prefix": "my"}}),
     "no page": ("arithmetic_tiny", 0, {"page": {"enabled": False}}),
     "queue": ("gpu_8b_8gpus", 8, {"kueue": {"queue": "team", "topology": "cloud.example/rack"}}),
     "given": (
@@ -397,6 +402,7 @@ def test_only_a_change_of_its_pods_makes_another_trainer(helm: Helm, rendered: C
     ("values", "token"),
     [
         ({"config": ""}, "config"),
+        ({"trainer": {"gpus": 1, "ranksPerNode": 2}}, "trainer.ranksPerNode 2"),
         ({"image": {"tag": "latest"}}, "tag"),
         ({"rollout": {"nodesPerReplica": 2}}, "nodesPerReplica"),
         ({"secrets": {"source": "cert-manager"}}, "name"),
