@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
@@ -172,6 +172,7 @@ workloads = st.builds(
 )
 
 
+@settings(max_examples=25)
 @given(workloads)
 def test_no_workload_beats_its_bounds(one: Workload) -> None:
     """The trainer's time, the replica-seconds of a step, and the work of the environments; and the same arguments give the same."""
