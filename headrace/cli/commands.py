@@ -30,4 +30,5 @@ COMMANDS = {
     "groups": "groups:app",
     "runs": "run_list:app",
     "plan": "plan:app",
+    "deploy": "deploy:app",
 }

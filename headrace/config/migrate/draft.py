@@ -19,6 +19,9 @@ from headrace.config.yaml_text import dump_value
 
 Kind = Literal["used", "replaced", "missing"]
 
+TRACKERS = ["wandb", "tensorboard", "mlflow"]
+NO_SUCH_LOSS = "its form of the loss is not there; docs/recipes.md has those that are"
+
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
@@ -93,6 +96,9 @@ class Draft:
     def is_given(self, *names: str) -> bool:
         return any(name in self.given for name in names)
 
+    def those_given(self, *names: str) -> list[str]:
+        return [name for name in names if name in self.given]
+
     def value(self, name: str, like: Any = None) -> Any:
         """Return the value of a key of theirs; its default if the run doesn't set it, or sets what can't be read, or what is not like the
         default, or not like `like` where the default is null."""
@@ -140,6 +146,12 @@ class Draft:
             self.same.append(f"{of}: {'.'.join(keys)} {_short(value)}")
             return
         self.settings[keys] = Setting(value, own, "; ".join(filter(None, (of, says))))
+
+    def copy(self, name: str, key: str) -> None:
+        """Put the value of a key of theirs, if it has one."""
+        value = self.value(name)
+        if value is not None:
+            self.put(key, value, name)
 
     def note(self, name: str, why: str, under: list[str] | None = None) -> None:
         """Report a key of theirs, or a value of it: without a counterpart, if not `under` another of the lists."""
@@ -226,6 +238,27 @@ class Draft:
         order = list(Config.model_fields)
         lines += ["", *_write(dict(sorted(self.settings.items(), key=lambda item: order.index(item[0][0]))), ())]
         return "\n".join(lines) + "\n"
+
+
+def put_trackers(draft: Draft, reports: Any, name: str, quiet: tuple[str, ...]) -> None:
+    """Put the trackers that their key `name` lists. Those in `quiet` ask for nothing."""
+    reports = reports if isinstance(reports, list) else [reports]
+    for tracker in TRACKERS:
+        if tracker in reports:
+            draft.put(f"logger.{tracker}_enabled", True, name)
+    if others := ", ".join(str(each) for each in reports if each not in (*TRACKERS, *quiet)):
+        draft.note(name, f"{others}: W&B, TensorBoard and MLflow are there, and curves without any of them")
+
+
+def put_adapted_layers(draft: Draft, modules: Any, names: str, excluded: str) -> None:
+    """Put the layers that an adapter has: `modules`, the value of their key `names`, without those of their key `excluded`."""
+    draft.put(("policy", "lora_cfg", "init"), "uniform", says="as PEFT draws A")
+    if isinstance(modules, list) or modules == "all-linear":
+        draft.put(("policy", "lora_cfg", "target_modules"), modules if isinstance(modules, list) else [], names)
+    elif modules is not None:
+        draft.note(names, "give a list of names: policy.lora_cfg.target_modules")
+    if without := draft.value(excluded, []):
+        draft.put("policy.lora_cfg.exclude_modules", without, excluded)
 
 
 def _write(settings: Mapping[tuple[str, ...], Setting], place: tuple[str, ...]) -> Iterator[str]:
