@@ -77,7 +77,7 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-async def test_replicas_are_added_while_the_trainer_waits_and_ended_with_the_run(tmp_path: Path) -> None:
+async def test_replicas_follow_what_is_wanted_until_the_run_is_over(tmp_path: Path) -> None:
     buffer, further, said = Buffer(), Counted(), list[str]()
     run = config(tmp_path)
     arguments = run, buffer, further, 4, asyncio.Event(), said.append, 0.01
