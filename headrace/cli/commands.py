@@ -17,6 +17,7 @@ COMMANDS = {
     "rollout": "services:rollout",
     "agents": "services:agents",
     "trainer": "services:trainer",
+    "preemption-watch": "preemption:preemption_watch",
     "replay-step": "replay_step:replay_step",
     "model": "model:model",
     "acl": "acl:acl",

@@ -110,6 +110,7 @@ def find(lines: Sequence[Line], config: Config, window: Window = "10", now: Now 
         *_cut_off(steps, config),
         *_old_data(steps, config),
         *_failed(steps),
+        *_not_stored(steps),
         *_idle_replicas(config, now),
         *_preempted(config, now),
     ]
@@ -339,6 +340,17 @@ def _failed(steps: Sequence[Metrics]) -> Iterator[Finding]:
             None,
             "warning",
             Evidence("prompts", {"state": "failed"}),
+        )
+
+
+def _not_stored(steps: Sequence[Metrics]) -> Iterator[Finding]:
+    if failures := sum(_values(steps, "store_failures")):
+        yield Finding(
+            f"checkpoints did not reach the store in {failures:.0f} tries, so a lost machine costs the steps since the last that did",
+            "`headrace status RUN` shows why",
+            None,
+            "warning",
+            _metrics("store_failures"),
         )
 
 
