@@ -34,7 +34,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.base.errors import ConfigError
 
@@ -211,27 +211,31 @@ def propose_replicas(work: Workload) -> Workload:
         ("scoring_places", work.prompts * len(work.lengths[0])),
     ):
         if getattr(work, name) is not None:
-            found = dataclasses.replace(found, **{name: most})
+            found = _with(found, name, most)
+    enough_s = simulate(found).step_s * (1 + _HELPS)
     for name in ("scoring_places", "runners", "replicas"):
         if getattr(work, name) is not None:
-            found = _fewest(found, name)
+            found = _fewest(found, name, enough_s)
     return found
 
 
-def _fewest(work: Workload, name: str) -> Workload:
-    """Return the workload with the fewest of `name` that are as good as what it has."""
-    enough = simulate(work).step_s * (1 + _HELPS)
+def _fewest(work: Workload, name: str, enough_s: float) -> Workload:
+    """Return the workload with the fewest of `name` with which a step takes no longer than `enough_s`."""
     least, most = 0, getattr(work, name)
     # by doubling first: a small fleet is simulated fast, and is what most runs need
     guess = 1
     while most - least > 1:
-        tried = dataclasses.replace(work, **{name: min(guess, most)})
-        if simulate(tried).step_s <= enough:
+        tried = _with(work, name, min(guess, most))
+        if simulate(tried).step_s <= enough_s:
             most = min(guess, most)
         else:
             least = guess
         guess = 2 * guess if 2 * guess < most and most == getattr(work, name) else (least + most) // 2
-    return dataclasses.replace(work, **{name: most})
+    return _with(work, name, most)
+
+
+def _with(work: Workload, name: str, value: Any) -> Workload:
+    return dataclasses.replace(work, **{name: value})
 
 
 def propose_age(work: Workload) -> Workload | None:
