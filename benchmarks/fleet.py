@@ -483,8 +483,8 @@ def show_balance() -> None:
     console.print(f"{'fleet':26}", *(f"{name:>{len(name) + 2}}" for name in names), sep="")
     for name, plan in BALANCED.items():
         computed, measured = compare(plan)
-        cells = (f"{plan.replicas} x {plan.slots}", plan.prompts, plan.age, f"{computed:.3f}", f"{measured:.3f}")
-        cells = (*cells, f"{computed / measured - 1:+.1%}")
+        fleet = f"{plan.replicas} x {plan.slots}", plan.prompts, plan.age
+        cells = (*fleet, f"{computed:.3f}", f"{measured:.3f}", f"{computed / measured - 1:+.1%}")
         shown = (f"{value:>{len(title) + 2}}" for title, value in zip(names, cells, strict=True))
         console.print(f"{name:26}", *shown, sep="")
 
