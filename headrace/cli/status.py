@@ -28,6 +28,7 @@ from headrace.run.headlines import accuracy_name, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Line
 from headrace.run.now import Now
+from headrace.run.object_store import list_problems
 from headrace.run.sample_files import SampleFiles
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
@@ -84,6 +85,7 @@ def status(
             now.read(loaded.run_folder),
         ),
         *(("set aside", line) for line in list_set_aside(loaded.checkpoint_folder)),
+        *(("store", line) for line in list_problems(loaded.checkpoint_folder)),
         *device_plan.read_record(loaded.run_folder),
         ("page", f"headrace page {loaded.run_folder}"),
     ]
@@ -108,6 +110,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("best", str(past.best() or "-")),
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
         *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),
+        *(("store", line) for line in list_problems(config.checkpoint_folder)),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
         *(("", line) for line in _removed_samples(past)),

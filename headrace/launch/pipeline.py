@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.devices import DevicePlan
-from headrace.base.errors import HeadraceError, ReplayUnavailable, ServiceError
+from headrace.base.errors import HeadraceError, Problems, ReplayUnavailable, ServiceError
 from headrace.base.files import is_gone
 from headrace.base.scratch import remove_abandoned
 from headrace.base.tls import client_context
@@ -28,6 +28,7 @@ from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
 from headrace.run import prompt_counts
 from headrace.run.checkpoints import list_set_aside
+from headrace.run.object_store import list_problems
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
 READY_DEADLINE_S = 120.0
@@ -41,11 +42,15 @@ LOOK_S = 0.2
 
 
 def check(config: Config) -> None:
-    """Refuse, before anything is written, a run that can't start. Raises `ConfigError`."""
+    """Refuse, before anything is written, a run that can't start. Raises `ConfigError` with everything that is wrong."""
+    problems = Problems()
     episodes, page = (["agents"] if config.has_episodes else []), (["page"] if config.page.port is not None else [])
-    for service in ("replay", "reward", "rollout", *episodes, "trainer", *page):
-        exposure.check(config, service)
-    environment_processes.check(config)
+    with problems.gathered():  # the first of them: what one needs, all have
+        for service in ("replay", "reward", "rollout", *episodes, "trainer", *page):
+            exposure.check(config, service)
+    with problems.gathered():
+        environment_processes.check(config)
+    problems.tell()
 
 
 @contextlib.contextmanager
@@ -104,7 +109,7 @@ class Pipeline:
         self._joined = 0  # replicas alive that were started elsewhere
         self._prompts = saved.parent / prompt_counts.FILE
         self._prompts_before = _written(self._prompts)
-        self._set_aside = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
+        self._of_checkpoints = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
         self._environments: list[dict[str, Any]] = []  # the hub's last report
         self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
         self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
@@ -345,7 +350,7 @@ class Pipeline:
 
     async def _poll(self, client: ReplayClient) -> None:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
-        self._say_set_aside()
+        self._say_of_checkpoints()
         # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
         now = time.monotonic()
         after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
@@ -412,11 +417,12 @@ class Pipeline:
             for line in record.counts.lines(self.config) if record else ():
                 self.display.print(line)
 
-    def _say_set_aside(self) -> None:
-        """Print which damaged checkpoints the trainer has set aside since this start."""
-        for line in list_set_aside(self.config.checkpoint_folder):
-            if line not in self._set_aside:
-                self._set_aside.add(line)
+    def _say_of_checkpoints(self) -> None:
+        """Print which damaged checkpoints the trainer has set aside since this start, and which do not reach the store."""
+        folder = self.config.checkpoint_folder
+        for line in (*list_set_aside(folder), *list_problems(folder)):
+            if line not in self._of_checkpoints:
+                self._of_checkpoints.add(line)
                 self.display.print(line)
 
     def _show(self, replicas: list[Replica], after_s: float = 0.0, runners: Sequence[Runner] = ()) -> None:

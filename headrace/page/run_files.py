@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.config import Config
+from headrace.page.indexing import Indexing
 from headrace.page.metric_table import MetricRow, MetricTable
 from headrace.run import history, start
 from headrace.run.collapse import Collapse, CollapseDetector
@@ -55,6 +56,15 @@ def check_file(path: Path, within: Path, most: int | None = None) -> Path:
     if most is not None and status.st_size > most:
         raise CodecError(f"{path} has {status.st_size} bytes, and at most {most} are read; move it away")
     return path
+
+
+def written(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file does; None if it doesn't exist."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +179,7 @@ class RunFiles:
         self.folder = folder
         self.lock = threading.RLock()
         self._clock = clock
+        self.indexing = Indexing(folder)
         self._journal = RunJournal(folder / JOURNAL)
         self._config: tuple[object, Config | HeadraceError] | None = None
         self._history: tuple[float, RunHistory] | None = None

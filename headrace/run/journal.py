@@ -161,7 +161,12 @@ def _open(path: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
 
 def size(path: Path) -> int:
     """Return the bytes of all segments."""
-    return sum(part.stat().st_size for part in (*_older(path), path) if part.exists())
+    return sum(part.stat().st_size for part in list_files(path) if part.exists())
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return the files of a journal, oldest first, the one that is written to last; there may be none."""
+    return [*_older(path), *([path] if path.exists() else [])]
 
 
 def _older(path: Path) -> list[Path]:

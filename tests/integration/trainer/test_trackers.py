@@ -157,6 +157,7 @@ def test_weights_and_biases_gets_every_line_without_a_login(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # the import alone takes five seconds; by day the other two trackers get the same two lives
 def test_mlflow_goes_on_with_its_run(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
