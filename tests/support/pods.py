@@ -55,7 +55,7 @@ class Pods:
         name = workload["metadata"]["name"] + ("" if index is None else f"-{index}")
         pod = workload["spec"]["template"]
         given = {} if index is None else {"JOB_COMPLETION_INDEX": str(index)}
-        docker("rm", "--force", name, check=False)
+        docker("rm", "--force", "--volumes", name, check=False)
         for container in pod["spec"].get("initContainers", ()):
             docker("run", "--rm", *self._options(name, workload, container, given))
         (container,) = pod["spec"]["containers"]
@@ -203,6 +203,6 @@ def pods(objects: list[Manifest], image: str, folder: Path) -> Iterator[Pods]:
             yield started
     finally:
         attached = docker("ps", "--all", "--quiet", "--filter", f"network={network}").split()
-        docker("rm", "--force", *attached, check=False)
+        docker("rm", "--force", "--volumes", *attached, check=False)
         docker("volume", "rm", "--force", *(started.volumes if started else ()), check=False)
         docker("network", "rm", network, check=False)
