@@ -31,7 +31,8 @@ from rich.table import Table
 from benchmarks.group_history import make
 from headrace.run import group_files
 from headrace.run.group_history import INDEX
-from headrace.run.samples import COLUMNS, SampleFiles
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import COLUMNS
 from tests.support.browser import Window, browser, page_of
 from tests.support.page_runs import START, STEP_S, long_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import ssl
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import aiohttp
@@ -20,6 +20,14 @@ class AnswerTooLarge(Exception):
 
 class NotReached(ConnectionError):
     """Raised if no connection could be made, so that the server has not received the request."""
+
+
+class HttpAnswer(NamedTuple):
+    """A complete answer. The names of its headers are in lower case."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
 
 
 def open_session(
@@ -73,8 +81,13 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-        """Send `body`, which is JSON, and return the answer's status and body. Raises `AnswerTooLarge`, `NotReached`, `TimeoutError`
-        if the answer is late, and another `OSError` if no complete answer arrives."""
+        """Send `body`, which is JSON, and return the answer's status and body. Raises what `send` raises."""
+        answer = await self.send(path, headers, body)
+        return answer.status, answer.body
+
+    async def send(self, path: str, headers: Mapping[str, str], body: bytes) -> HttpAnswer:
+        """Send `body`, which is JSON, and return the answer. Raises `AnswerTooLarge`, `NotReached`, `TimeoutError` if the answer is late,
+        and another `OSError` if no complete answer arrives."""
         import aiohttp
 
         if self._session is None:
@@ -89,7 +102,8 @@ class HttpClient:
                 async for part in response.content.iter_any():
                     answer += part
                     self._check(len(answer))
-                return response.status, bytes(answer)
+                told = {name.lower(): value for name, value in response.headers.items()}
+                return HttpAnswer(response.status, bytes(answer), told)
         except aiohttp.ClientHttpProxyError as error:  # its text has the proxy's password
             raise NotReached(f"the proxy answered {error.status} {error.message}") from None
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

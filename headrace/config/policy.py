@@ -5,12 +5,12 @@ Keys are those of NeMo RL.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from headrace.config.in_yaml import in_yaml
+from headrace.config.jinja_file import read_template
 from headrace.config.marks import Fixed, MayChange, ReadPath
 from headrace.config.section import Section
 
@@ -112,17 +112,7 @@ class TokenizerConfig(Section):
     @field_validator("chat_template")
     @classmethod
     def _is_text(cls, template: str | None) -> str | None:
-        """Read a file, so that what a run saves and sends to other machines has the template itself."""
-        if template is None or "{" in template:
-            return template
-        if not template.endswith(".jinja"):
-            raise ValueError(
-                f"{in_yaml(template)} is neither a Jinja template, which has {{{{ and }}}}, nor a file that ends in .jinja"
-            )
-        try:
-            return Path(template).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{template} can't be read ({error}); give the path of a template, or its text") from error
+        return None if template is None else read_template(template)
 
 
 class VLLMConfig(Section):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +19,14 @@ from headrace.page.run_files import NotHere, RunFiles, check_file
 from headrace.records.group_event import GroupEvent
 from headrace.records.origin import GroupLineage, Origin
 from headrace.records.trajectory import Message
+from headrace.run import group_rewards
 from headrace.run.group_query import NO_BOUND, SHOWN, GroupQuery, GroupStory, GroupSummary
 from headrace.run.group_record import State
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
-from headrace.run.samples import FAILED_BYTES, Kind, SampleFiles, find_expected, read_group, write_prompt, write_size
+from headrace.run.sample_files import FAILED_BYTES, Kind, SampleFiles, read_group, write_size
+from headrace.run.samples import find_expected, write_prompt
 
 # Prompts with a text, of which the groups are found: counting and sorting those of more takes seconds.
 MOST_TEXTS = 10_000
@@ -205,8 +206,16 @@ def say(event: GroupEvent) -> str:
         case "scored":
             reward = "without a reward" if event.reward is None else f"with reward {event.reward:.6g}"
             return f"{which} was scored {reward}{because}"
-        case "reserved" | "trained" | "evaluated":
-            return f"{event.what}{step}"
+        case "scoring":
+            return "every trajectory is there, and waits for its score"
+        case "ready":
+            return "every trajectory has a score: the group is ready"
+        case "trained":
+            return f"trained{step.replace('for', 'in', 1)}"
+        case "evaluated":
+            return "evaluated" if event.step is None else f"evaluated version {event.step}"
+        case "reserved":
+            return f"reserved{step}"
         case "rewound" | "restored":
             version = "" if event.version is None else f" to version {event.version}"
             return f"the run was {event.what}{version}"
@@ -371,8 +380,6 @@ def _all_heads(path: Path) -> Iterator[SampleHead]:
 def _old_group(group: GroupLineage, prompts: Mapping[str, str], time: float | None) -> GroupSummary:
     origins = group.trajectories
     rewards = tuple(origin.reward for origin in origins)
-    known = [reward for reward in rewards if reward is not None]
-    whole = bool(known) and len(known) == len(rewards)
     versions = [part.version for origin in origins for part in origin.ranges]
     oldest = min(versions, default=None)
     return GroupSummary(
@@ -393,8 +400,8 @@ def _old_group(group: GroupLineage, prompts: Mapping[str, str], time: float | No
         replicas=tuple(sorted({part.replica for origin in origins for part in origin.ranges})),
         build=next((origin.build for origin in origins if origin.build), None),
         rewards=rewards,
-        mean=statistics.fmean(known) if whole else None,
-        spread=statistics.pstdev(known) if whole else None,
+        mean=group_rewards.mean(rewards),
+        spread=group_rewards.spread(rewards),
         tokens=tuple(origin.tokens for origin in origins),
         oldest_version=oldest,
         newest_version=max(versions, default=None),

@@ -68,7 +68,7 @@ def written(path: Path) -> tuple[int, int] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class MetricColumns:
     """The surviving lines of one kind, in their order: their steps, and their rows in the table."""
 
     table: MetricTable
@@ -162,13 +162,13 @@ class RunJournal:
         self._watched = len(self.lines)
         self.columns = self._make_columns()
 
-    def _make_columns(self) -> dict[Kind, Columns]:
+    def _make_columns(self) -> dict[Kind, MetricColumns]:
         found = {}
         for kind in _KINDS:
             own = [line for line in self.lines if line.kind == kind]
             rows = [line.metrics.row for line in own if isinstance(line.metrics, MetricRow)]
             steps = np.array([line.step for line in own], dtype=np.int64)
-            found[kind] = Columns(self._tables[kind], steps, np.array(rows, dtype=np.int64))
+            found[kind] = MetricColumns(self._tables[kind], steps, np.array(rows, dtype=np.int64))
         return found
 
 

@@ -94,7 +94,10 @@ class Bars:
     def _shared(values: Ints, cuts: Ints) -> list[int | None]:
         """Return the value that those from each cut to the next have, None if they differ or have none."""
         low, high = np.minimum.reduceat(values, cuts), np.maximum.reduceat(values, cuts)
-        return np.where((low == high) & (low != _NONE), low, None).tolist()
+        shared = low.astype(object)
+        shared[(low != high) | (low == _NONE)] = None
+        found: list[int | None] = shared.tolist()
+        return found
 
     def _kinds(self, places: Ints, sizes: Ints) -> Iterator[list[str]]:
         """Yield the kinds of so many bars at the places, that with the most time first."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from headrace.page.groups import find_story, sample_places, say_unkept
 from headrace.page.run_files import NotHere, RunFiles, written
-from headrace.run.samples import SampleFiles, view_record
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import view_record
 
 MOST_TOKENS = 20_000
 

@@ -16,7 +16,7 @@ from headrace.base.errors import CodecError, ConfigError
 from headrace.records.group_event import Cursor, GroupEvent, parse_cursor
 from headrace.run.group_files import GroupFile, find_events, iterate_events, list_files
 from headrace.run.group_query import NO_BOUND, SHOWN, SORTS, DataRow, GroupQuery, GroupStory, GroupSummary
-from headrace.run.group_record import Record, RecordedTrajectory, State, apply_to_run
+from headrace.run.group_record import GroupRecord, RecordedTrajectory, State, apply_to_run
 
 # A change makes existing indexes be built anew.
 _SCHEMA = 2
@@ -232,7 +232,7 @@ class GroupIndex:
     def _apply(self, file: GroupFile, events: Iterator[GroupEvent]) -> bool:
         """Take in the events of a file. Returns False if another process has gone on with it."""
         until = newest = self._until
-        groups: dict[str, Record] = {}
+        groups: dict[str, GroupRecord] = {}
         prompts: dict[str, GroupEvent] = {}
         for entry, parts in itertools.groupby(events, key=lambda event: event.id):
             cursor = parse_cursor(entry)
@@ -295,11 +295,11 @@ class GroupIndex:
             apply_to_run(records, event)
             self._save({record.id: record for record in records}, {})
 
-    def _load(self, group: str) -> Record:
+    def _load(self, group: str) -> GroupRecord:
         found = self._db.execute(f"SELECT {_quoted(_RECORDED)} FROM groups WHERE id = ?", (group,)).fetchone()
-        return _record(found) if found else Record(group)
+        return _record(found) if found else GroupRecord(group)
 
-    def _save(self, groups: Mapping[str, Record], prompts: Mapping[str, GroupEvent]) -> None:
+    def _save(self, groups: Mapping[str, GroupRecord], prompts: Mapping[str, GroupEvent]) -> None:
         names = (*_RECORDED, *_DERIVED)
         changes = ", ".join(f'"{name}" = excluded."{name}"' for name in names[1:])
         self._db.executemany(
@@ -452,14 +452,14 @@ def _searchable(text: str) -> str:
     return text.replace("\0", "\ufffd")
 
 
-def _record(values: Sequence[Any]) -> Record:
-    record = Record(*values)
+def _record(values: Sequence[Any]) -> GroupRecord:
+    record = GroupRecord(*values)
     record.replicas = json.loads(values[10])
     record.trajectories = {index: RecordedTrajectory(*of_it) for index, *of_it in json.loads(values[12])}
     return record
 
 
-def _values(record: Record) -> list[Any]:
+def _values(record: GroupRecord) -> list[Any]:
     values = [getattr(record, name) for name in (*_RECORDED, *_DERIVED)]
     values[10] = json.dumps(record.replicas)
     values[12] = json.dumps([(index, *of_it) for index, of_it in sorted(record.trajectories.items())])

@@ -35,7 +35,8 @@ from headrace_services.reward.function_backend import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import Hub
-from headrace_services.reward.llm_judge import LLMJudge, VerdictStore
+from headrace_services.reward.judge.asking import VerdictStore
+from headrace_services.reward.llm_judge import LLMJudge
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.reward_model import RewardModel
 from headrace_services.reward.sandboxed import SandboxedBackend

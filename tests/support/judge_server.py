@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# (status, body) for a request: its parsed body. Of a body without an end, the parts.
-Answers = Callable[[dict[str, Any]], tuple[int, bytes | Iterator[bytes]]]
+# (status, body) for a request: its parsed body. Of a body without an end, the parts. Headers may follow.
+Answer = tuple[int, bytes | Iterator[bytes]] | tuple[int, bytes | Iterator[bytes], dict[str, str]]
+Answers = Callable[[dict[str, Any]], Answer]
 
 
 class _Server(ThreadingHTTPServer):
@@ -33,8 +34,10 @@ class JudgeServer:
                 assert self.path == "/v1/chat/completions"
                 outer.requests.append(body)
                 outer.headers.append(dict(self.headers))
-                status, answer = answers(body)
+                status, answer, *more = answers(body)
                 self.send_response(status)
+                for name, value in (more[0] if more else {}).items():
+                    self.send_header(name, value)
                 parts = [answer] if isinstance(answer, bytes) else answer
                 self.send_header("Content-Length", str(len(answer) if isinstance(answer, bytes) else 2**16))
                 self.send_header("Content-Type", "application/json")
@@ -67,10 +70,11 @@ class JudgeServer:
         self._server.server_close()
 
 
-def said(content: object) -> tuple[int, bytes]:
+def said(content: object, **usage: int) -> tuple[int, bytes]:
     """A chat completion with this text; of what is no text, its JSON."""
     text = content if isinstance(content, str) else json.dumps(content)
-    return 200, json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}).encode()
+    choices = [{"index": 0, "message": {"role": "assistant", "content": text}}]
+    return 200, json.dumps({"choices": choices, **({"usage": usage} if usage else {})}).encode()
 
 
 def judged(request: dict[str, Any]) -> dict[str, Any]:

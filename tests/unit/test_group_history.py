@@ -17,7 +17,7 @@ from headrace.run import group_files, group_index
 from headrace.run.group_files import list_files, merge_files
 from headrace.run.group_history import INDEX, GroupHistory
 from headrace.run.group_query import DataRow, GroupQuery, parse_row
-from headrace.run.group_record import Record
+from headrace.run.group_record import GroupRecord
 from tests.support.group_events import events, life, write
 
 TRAINED = ("ready", {}), ("reserved", {"step": 5, "timeline": "t1"}), ("trained", {"step": 5, "timeline": "t1"})
@@ -404,7 +404,7 @@ def test_a_row_is_a_file_and_a_line() -> None:
 
 @pytest.mark.parametrize(("version", "state"), [(2, "trained"), (1, "queued")])
 def test_what_a_restored_checkpoint_was_trained_on_is_trained(version: int, state: str) -> None:
-    record = Record("e0-train-0")
+    record = GroupRecord("e0-train-0")
     for event in (
         GroupEvent("1-0", 0, "enqueued", record.id, lane="train", order=0, n=1),
         GroupEvent("2-0", 0, "reserved", record.id, step=1, timeline="a"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from headrace.base.addresses import has_host
 from headrace.config.environments.base import ScoringConfig, undecisive
+from headrace.config.jinja_file import read_template
 from headrace.config.marks import Fixed, ReadPath, Undecisive
 from headrace.config.section import Section
 
@@ -28,6 +29,9 @@ class JudgeConfig(Section):
     )
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(512, ge=16, description="the longest answer: a reason and a score")
+    seed: int | None = Field(
+        None, description="sent with each request, plus the number of the sample; null: the endpoint draws its own"
+    )
 
     @field_validator("base_url")
     @classmethod
@@ -37,22 +41,37 @@ class JudgeConfig(Section):
         return base_url
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
 class LLMJudgeConfig(ScoringConfig):
     """Language models judge the completion by a rubric."""
 
     type: Undecisive[Fixed[Literal["llm_judge"]]] = "llm_judge"
     judges: Fixed[list[JudgeConfig]] = Field(min_length=1, description="the models that judge each completion")
-    rubric: Fixed[str] = Field(min_length=1, description="the criteria for the judges")
-    scale: Fixed[tuple[int, int]] = Field(
-        (1, 10), description="the worst and the best score of a judge, which become 0 and 1"
+    rubric: Fixed[str | None] = Field(
+        None, min_length=1, description="the criteria for the judges; null: the template has them"
     )
+    template: Fixed[ReadPath[str | None]] = Field(
+        None,
+        description="what a judge reads: a Jinja template, or a file that ends in .jinja, which is read when the run starts; null: prompt, "
+        "completion and reference answer as JSON",
+    )
+    scale: Fixed[tuple[int | Finite, int | Finite]] = Field(
+        (1, 10),
+        description="the worst and the best score of a judge, which become 0 and 1. Between two whole numbers, scores are whole numbers",
+    )
+    samples: Fixed[int] = Field(1, ge=1, le=64, description="verdicts of each judge on each completion")
     threshold: Fixed[float | None] = Field(
         None,
-        description="a judge's score (from 0 to 1) of at least this counts as 1, a lower one as 0; null: the score itself",
+        description="a verdict (from 0 to 1) of at least this counts as 1, a lower one as 0; null: the verdict itself",
     )
-    vote: Fixed[Literal["mean", "majority"]] = Field(
+    vote: Fixed[Literal["mean", "median", "majority"]] = Field(
         "mean",
-        description="the reward is the mean of the judges' scores, or 1 if more than half of the judges give 1",
+        description="the reward is the mean or the median of all verdicts, or 1 if more than half of them are 1",
+    )
+    retries: Undecisive[Fixed[int]] = Field(
+        1, ge=0, description="how often a judge is asked again after an answer that is no verdict on the scale"
     )
     budget: Undecisive[Fixed[int | None]] = Field(
         None,
@@ -61,19 +80,31 @@ class LLMJudgeConfig(ScoringConfig):
     )
     concurrency: Undecisive[Fixed[int]] = Field(16, ge=1, description="completions that are judged at a time")
 
+    @field_validator("template")
+    @classmethod
+    def _is_text(cls, template: str | None) -> str | None:
+        return None if template is None else read_template(template)
+
     @field_validator("scale")
     @classmethod
-    def _ascends(cls, scale: tuple[int, int]) -> tuple[int, int]:
+    def _ascends(cls, scale: tuple[float, float]) -> tuple[float, float]:
         lowest, highest = scale
         if lowest >= highest:
             raise ValueError(f"[{lowest}, {highest}]: the best score is not above the worst; give the worst first")
         return scale
 
     @model_validator(mode="after")
-    def _majority_of_yes(self) -> Self:
+    def _belongs_together(self) -> Self:
         if self.vote == "majority" and self.threshold is None:
             raise ValueError(
                 "vote majority without threshold; give the lowest score, from 0 to 1, that counts as a judge's yes"
+            )
+        if self.rubric is None and self.template is None:
+            raise ValueError("neither rubric nor template; give the criteria for the judges in one of them")
+        greedy = [place for place, judge in enumerate(self.judges) if judge.temperature == 0]
+        if self.samples > 1 and greedy:
+            raise ValueError(
+                f"samples {self.samples} with judges.{greedy[0]}.temperature 0, where all would be equal; give a temperature above 0"
             )
         return self
 

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "environments": ("arithmetic_tiny", 0, {"environments": MINE}),
     "agents and environments": ("repair_game", 0, {"environments": MINE, "agents": {"replicas": 2}}),
     "existing secrets": ("arithmetic_tiny", 0, {"secrets": {"source": "existing", "prefix": "my"}}),
+    "keda": ("arithmetic_tiny", 0, {"autoscaling": {"by": "keda", "prometheus": {"url": "http://prometheus:9090"}}}),
+    "hpa": ("gpu_8b_8gpus", 8, {"autoscaling": {"by": "hpa", "minReplicas": 2, "maxReplicas": 8}}),
     "no page": ("arithmetic_tiny", 0, {"page": {"enabled": False}}),
     "queue": ("gpu_8b_8gpus", 8, {"kueue": {"queue": "team", "topology": "cloud.example/rack"}}),
     "given": (
@@ -61,7 +63,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
 }
 
-BY_DAY = ("demo", "several nodes", "cert-manager", "agents and environments")
+BY_DAY = ("demo", "several nodes", "cert-manager", "agents and environments", "hpa")
 ALL_CASES = [pytest.param(case, marks=[] if case in BY_DAY else pytest.mark.nightly) for case in CASES]
 ALL_VERSIONS = [
     pytest.param(version, marks=[] if version in ("1.30", "1.33", VERSIONS[-1]) else pytest.mark.nightly)
@@ -110,7 +112,8 @@ def test_the_chart_is_free_of_lint(helm: Helm, case: str) -> None:
 def test_every_object_is_one_of_kubernetes(
     helm: Helm, rendered: Callable[[str], list[Manifest]], case: str, version: str
 ) -> None:
-    objects = [each for each in rendered(case) if not each["apiVersion"].startswith("cert-manager.io/")]
+    foreign = ("cert-manager.io/", "keda.sh/")
+    objects = [each for each in rendered(case) if not each["apiVersion"].startswith(foreign)]
     assert len(objects) > 20
     assert [problem for each in objects for problem in helm.violations(each, version)] == []
 
@@ -128,6 +131,41 @@ def test_the_objects_keep_the_rules(
 ) -> None:
     given = (GIVEN,) if rule is manifests.what_is_named_exists else ()
     assert rule(rendered(case), *given) == []
+
+
+def test_replicas_are_scaled_by_what_the_run_wants(rendered: Callable[[str], list[Manifest]]) -> None:
+    """One replica for each that is wanted, and no other number of the chart's."""
+    for case, kind in (("keda", "ScaledObject"), ("hpa", "HorizontalPodAutoscaler")):
+        objects = rendered(case)
+        (scaler,) = kinds(objects, kind)
+        (rollout,) = (
+            each
+            for each in kinds(objects, "Deployment")
+            if each["metadata"]["name"] == scaler["spec"]["scaleTargetRef"]["name"]
+        )
+        assert rollout["metadata"]["labels"][COMPONENT] == "rollout"
+        assert "replicas" not in rollout["spec"]
+    (keda,) = kinds(rendered("keda"), "ScaledObject")
+    (trigger,) = keda["spec"]["triggers"]
+    assert (trigger["type"], trigger["metricType"], trigger["metadata"]["threshold"]) == (
+        "prometheus",
+        "AverageValue",
+        "1",
+    )
+    assert trigger["metadata"]["ignoreNullValues"] == "false"
+    (gauge,) = re.findall(r"(headrace_\w+)\{", trigger["metadata"]["query"])
+    (hpa,) = kinds(rendered("hpa"), "HorizontalPodAutoscaler")
+    (metric,) = hpa["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == gauge == "headrace_replay_replicas_wanted"
+    assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
+    assert (hpa["spec"]["minReplicas"], hpa["spec"]["maxReplicas"]) == (2, 8)
+    assert not kinds(rendered("demo"), "ScaledObject")
+    assert not kinds(rendered("demo"), "HorizontalPodAutoscaler")
+
+
+@pytest.mark.parametrize("given", [{"by": "keda"}, {"by": "hpa", "minReplicas": 0}, {"by": "vpa"}])
+def test_an_autoscaler_that_could_not_work_is_refused(helm: Helm, given: dict[str, Any]) -> None:
+    assert "autoscaling" in helm.lint(merged(of_example("arithmetic_tiny", 0), {"autoscaling": given}))
 
 
 # -- each rule is broken once

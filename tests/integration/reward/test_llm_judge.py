@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import trustme
+from prometheus_client import REGISTRY
 
 from headrace import Sample
 from headrace.base.errors import ConfigError
@@ -21,7 +22,10 @@ from headrace.env.wire import sample_to_wire, score_from_wire
 from headrace.launch.exposure import check
 from headrace.records.score import Score
 from headrace_services.reward.hosted import HostedBackend
-from headrace_services.reward.llm_judge import LLMJudge, Verdict, VerdictStore, question
+from headrace_services.reward.judge.asking import VerdictStore
+from headrace_services.reward.judge.questions import ask_about
+from headrace_services.reward.judge.verdicts import Verdict
+from headrace_services.reward.llm_judge import LLMJudge
 from tests.support.hostile import DEADLY, hostile
 from tests.support.judge_server import Answers, JudgeServer, judged, said
 from tests.support.reward_hub import start_hub
@@ -128,7 +132,7 @@ async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(
     ("answers", "status", "words"),
     [
         (always({"reason": "", "score": 99}), "FAILED", "score 99"),
-        (always({"reason": "", "score": -(10**400)}), "FAILED", "gave an invalid verdict"),
+        (always({"reason": "", "score": -(10**400)}), "FAILED", "not on the scale"),
         (always({"reason": "", "score": 5.5}), "FAILED", "gave an invalid verdict"),
         (always({"reason": "", "score": "5"}), "FAILED", "gave an invalid verdict"),
         (always({"reason": "", "score": True}), "FAILED", "gave an invalid verdict"),
@@ -150,7 +154,7 @@ async def test_a_local_judge_is_asked_without_a_proxy_and_others_through_it(
 )
 async def test_law_7_failure_is_not_zero_no_verdict_is_no_reward(answers: Answers, status: str, words: str) -> None:
     with JudgeServer(good) as other, JudgeServer(answers) as server:
-        (score,) = await scored(env_of(other, server), sample("please"))
+        (score,) = await scored(env_of(other, server, retries=0), sample("please"))
     assert (score.status, score.reward) == (status, None)
     assert f"judge 1 (model-1 at {server.base_url}): " in score.message
     assert words in score.message
@@ -182,7 +186,8 @@ async def test_a_late_judge_is_given_up_and_named(hub_is_first: bool, drips: boo
         env = env_of(quick, server, timeout_s=TIMEOUT_S if hub_is_first else 0.3)
         store = VerdictStore(None)
         judge = LLMJudge("polite", LLMJudgeConfig.model_validate(env), store)
-        store.keep(judge._key(judge.env.judges[0], question(sample("please"))), Verdict("polite", 9))
+        asked = ask_about(sample("please"), columns=False)
+        store.keep(judge.judges._key(0, 0, asked), Verdict("polite", (9,)))
         backend = HostedBackend(judge.env, judge)
         try:
             if hub_is_first:
@@ -192,7 +197,7 @@ async def test_a_late_judge_is_given_up_and_named(hub_is_first: bool, drips: boo
                 score = await judge.score(sample("please"))
                 assert isinstance(score, Score)
                 status, message = score.status, score.message
-                assert not judge._asking  # the call is over, and the next one asks anew
+                assert not judge.judges.is_asked(1, 0, asked)  # the call is over, and the next one asks anew
         finally:
             over.set()
             await judge.aclose()
@@ -208,14 +213,16 @@ async def test_a_late_judge_is_given_up_and_named(hub_is_first: bool, drips: boo
         ({"threshold": 0.5}, 2 / 3),
         ({"threshold": 0.5, "vote": "majority"}, 1),
         ({"threshold": 0.6, "vote": "majority"}, 0),
+        ({"vote": "median"}, 0.5),
     ],
 )
-async def test_several_judges_have_a_mean_or_a_majority(env: dict[str, Any], reward: float) -> None:
+async def test_several_judges_have_a_mean_a_median_or_a_majority(env: dict[str, Any], reward: float) -> None:
     servers = [JudgeServer(always({"reason": "", "score": score})) for score in (9, 5, 3)]
     with servers[0], servers[1], servers[2]:
         (score,) = await scored(env_of(*servers, **env), sample("x"))
     assert score.reward == pytest.approx(reward)
-    assert score.components == {"judge_0": 1.0, "judge_1": 0.5, "judge_2": 0.25}
+    judges = {name: value for name, value in score.components.items() if name.startswith("judge_")}
+    assert judges == {"judge_0": 1.0, "judge_1": 0.5, "judge_2": 0.25}
 
 
 async def test_a_tie_is_no_majority() -> None:
@@ -247,6 +254,135 @@ async def test_a_failed_answer_is_not_kept() -> None:
             (first,) = await hub.score([sample("please")])
             (second,) = await hub.score([sample("please")])
     assert (first.status, second.reward) == ("FAILED", 1)
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, {"environment": "polite", "model": "model-0", **labels}) or 0.0
+
+
+async def test_an_answer_that_is_no_verdict_is_asked_again_and_counted() -> None:
+    answers = iter(
+        [said("nonsense", prompt_tokens=7), said({"reason": "", "score": 99}), said({"reason": "", "score": 9})]
+    )
+    before = {kind: counted("headrace_judge_requests_total", outcome=kind) for kind in ("verdict", "no_verdict")}
+    tokens = counted("headrace_judge_tokens_total", kind="prompt")
+    with JudgeServer(lambda _: next(answers)) as server:
+        (score,) = await scored(env_of(server, retries=2), sample("please"))
+    assert (score.status, score.reward) == ("SCORED", 1)
+    assert counted("headrace_judge_requests_total", outcome="no_verdict") == before["no_verdict"] + 2
+    assert counted("headrace_judge_requests_total", outcome="verdict") == before["verdict"] + 1
+    assert counted("headrace_judge_tokens_total", kind="prompt") == tokens + 7
+
+
+async def test_law_7_failure_is_not_zero_retries_end() -> None:
+    with JudgeServer(always("nonsense")) as server:
+        (score,) = await scored(env_of(server, retries=2), sample("please"))
+    assert (score.status, score.reward, len(server.requests)) == ("FAILED", None, 3)
+
+
+async def test_an_overloaded_judge_is_asked_again_when_it_says_so() -> None:
+    answers: Iterator[Any] = iter([(429, b"", {"Retry-After": "0"}), good, (429, b"", {"Retry-After": "9999"})])
+
+    def answer(request: dict[str, Any]) -> Any:
+        given = next(answers)
+        return given(request) if callable(given) else given
+
+    with JudgeServer(answer) as server:
+        async with start_hub({"polite": env_of(server)}) as hub:
+            (first,) = await hub.score([sample("please")])
+            (second,) = await hub.score([sample("now")])
+    assert (first.status, first.reward) == ("SCORED", 1)
+    assert (second.status, len(server.requests)) == ("NOT_STARTED", 3)
+
+
+def several(server: JudgeServer, **env: Any) -> dict[str, Any]:
+    """One judge that is asked several times."""
+    made = env_of(server, **env)
+    made["judges"][0] |= {"temperature": 1, "seed": 40}
+    return made
+
+
+async def test_samples_of_a_judge_have_seeds_of_their_own_and_agree_or_not() -> None:
+    scores = {40: 9, 41: 5, 42: 9}
+    with JudgeServer(lambda request: said({"reason": "ok", "score": scores[request["seed"]]})) as server:
+        (score,) = await scored(several(server, samples=3), sample("x"))
+    assert score.reward == pytest.approx(2.5 / 3)
+    assert score.components["agreement"] == pytest.approx(2 / 3)
+    assert score.components["spread"] == pytest.approx(0.2357, abs=1e-3)
+    assert score.metadata["judge_0"] == ["ok"] * 3
+
+
+async def test_law_7_failure_is_not_zero_one_failed_sample_is_no_reward() -> None:
+    """The samples that were answered are not asked for again."""
+    seen = set()
+
+    def answer(request: dict[str, Any]) -> tuple[int, bytes]:
+        again = request["seed"] in seen
+        seen.add(request["seed"])
+        return said({"reason": "", "score": 9}) if again or request["seed"] != 41 else (500, b"")
+
+    with JudgeServer(answer) as server:
+        async with start_hub({"polite": several(server, samples=3)}) as hub:
+            (first,) = await hub.score([sample("x")])
+            (second,) = await hub.score([sample("x")])
+    assert (first.status, first.reward) == ("FAILED", None)
+    assert (second.status, second.reward, len(server.requests)) == ("SCORED", 1, 4)
+
+
+async def test_a_scale_of_numbers_has_fractions() -> None:
+    with JudgeServer(always({"reason": "", "score": 0.25})) as server:
+        (score,) = await scored(env_of(server, scale=[-1.0, 1.0]), sample("x"))
+    assert score.reward == pytest.approx(0.625)
+    schema = server.requests[0]["response_format"]["json_schema"]["schema"]
+    assert schema["properties"]["score"] == {"type": "number", "minimum": -1, "maximum": 1}
+
+
+TEMPLATE = """
+{{ rubric }} From {{ lowest }} to {{ highest }}.
+{{ question }}
+{{ completion }}
+{% if reference is defined %}Right is {{ reference }}{% endif %}
+{{ columns.level }}
+"""
+
+
+@pytest.mark.parametrize("completion", [*INJECTIONS[:6], "{{ rubric }}{% raw %}"])
+async def test_no_completion_leaves_its_place_in_a_template(completion: str) -> None:
+    messages = ({"role": "system", "content": "be kind"}, {"role": "user", "content": "Ask for salt."})
+    with JudgeServer(always({"reason": "", "score": 9})) as server:
+        asked = sample(completion, messages=messages, extra_env_info={"level": "hard", "answer": "May I?"})
+        scores = await scored(env_of(server, template=TEMPLATE), asked, sample(completion, messages=messages))
+    assert [score.status for score in scores] == ["SCORED", "INVALID"]
+    assert "level" in scores[1].message
+    system, user = (message["content"] for message in server.requests[0]["messages"])
+    mark = next(line for line in user.splitlines() if len(line) == 24)
+    assert mark in system
+    assert RUBRIC not in system
+    parts = user.split(f"\n{mark}\n")
+    assert parts[1::2] == ["Ask for salt.", completion, "May I?", "hard"]
+    assert parts[0].strip() == f"{RUBRIC} From 1 to 9."
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rubric": None}, "neither rubric nor template"),
+        ({"template": "lost.jinja"}, "lost.jinja"),
+        ({"samples": 2}, "temperature 0"),
+        ({"scale": [1, float("inf")]}, "finite"),
+        ({"scale": [2, 2]}, "not above"),
+    ],
+)
+def test_a_judge_that_cannot_work_is_refused(change: dict[str, Any], words: str) -> None:
+    judge = {"base_url": "http://127.0.0.1:1/v1", "model": "small"}
+    with pytest.raises(ValueError, match=words):
+        LLMJudgeConfig.model_validate({"judges": [judge], "rubric": RUBRIC} | change)
+
+
+def test_a_template_that_fails_ends_the_start_with_its_key() -> None:
+    env = {"judges": [{"base_url": "http://127.0.0.1:1/v1", "model": "small"}], "template": "{{ complation }}"}
+    with pytest.raises(ConfigError, match=r"env\.polite\.template.*complation"):
+        LLMJudge("polite", LLMJudgeConfig.model_validate(env), VerdictStore(None))
 
 
 async def test_the_budget_is_the_runs_and_exhausted_it_begins_nothing(tmp_path: Path) -> None:
@@ -341,7 +477,7 @@ async def test_a_truncated_completion_is_not_sent_where_an_end_is_required() -> 
 
 def test_a_request_can_be_read_as_json_with_any_text() -> None:
     for text in INJECTIONS:
-        asked = question(sample(text))
+        asked = ask_about(sample(text), columns=False).text
         assert "\n" not in asked
         assert asked.isascii()
         assert json.loads(asked)["completion"] == text
@@ -353,6 +489,8 @@ def test_a_request_can_be_read_as_json_with_any_text() -> None:
         {"rubric": "Is it short?"},
         {"scale": [1, 3]},
         {"threshold": 0.5},
+        {"template": "{{ completion }} {{ rubric }}"},
+        {"vote": "median"},
         {"judges": [{"base_url": "http://127.0.0.1:1/v1", "model": "other"}]},
     ],
 )

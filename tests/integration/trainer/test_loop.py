@@ -23,7 +23,7 @@ from headrace.run.evaluation import report
 from headrace.run.group_history import GroupHistory
 from headrace.run.group_query import GroupQuery
 from headrace.run.metric_names import unknown
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace_services.trainer.control.resume import restore_reason
 from tests.support.processes import is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all

@@ -17,7 +17,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config, load
 from headrace.config.yaml_text import dump
 from headrace.run.journal import Journal
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace_services.trainer.telemetry import trackers
 from headrace_services.trainer.telemetry.alarm import picture_path
 from headrace_services.trainer.telemetry.trackers import (

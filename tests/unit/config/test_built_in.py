@@ -43,7 +43,7 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
         ({"code": {"runs_with": []}}, r"at least 1 item"),
         ({"llm_judge": {"rubric": "x"}}, r"env\.llm_judge\.judges is missing; give the models that judge"),
         ({"llm_judge": {"rubric": "x", "judges": []}}, r"env\.llm_judge\.judges: \[\] .*at least 1 item"),
-        ({"llm_judge": {"judges": [JUDGE]}}, r"env\.llm_judge\.rubric is missing; give the criteria for the judges"),
+        ({"llm_judge": {"judges": [JUDGE]}}, r"env\.llm_judge: neither rubric nor template; give the criteria"),
         (
             {"llm_judge": {"judges": [JUDGE], "rubric": "x", "scale": [5, 1]}},
             r"env\.llm_judge\.scale: \[5, 1\]: the best score",

@@ -31,7 +31,7 @@ from headrace.run import group_files, group_index, start
 from headrace.run.group_history import GroupHistory
 from headrace.run.history import RUN_LOCK
 from headrace.run.journal import JOURNAL, Journal
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from tests.support.page_runs import START, STEPS, recorded_run, with_steps
 from tests.support.past_run import past_run
 from tests.support.stored_samples import sample

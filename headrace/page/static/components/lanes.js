@@ -117,9 +117,12 @@ export function tickText(seconds, step) {
         .slice(0, step >= 0.1 ? 1 : 2)}`;
 }
 
+/** Returns the number of the lane at a place in the drawing; -1 beside all. */
+export const laneAt = (lanes, y) => lanes.findIndex((each) => y >= each.top && y < each.top + each.height);
+
 /** Returns the bar at a place, `{lane, bar}` (numbers), or null. `x` is a time, `y` a place in the drawing, `slack` seconds that a bar may miss. */
 export function find(lanes, x, y, slack = 0) {
-  const lane = lanes.findIndex((each) => y >= each.top && y < each.top + each.height);
+  const lane = laneAt(lanes, y);
   if (lane < 0) return null;
   const { bars, of, row, top } = lanes[lane];
   let best = null;
