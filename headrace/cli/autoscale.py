@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import Annotated
 
@@ -61,26 +62,32 @@ def autoscale(
         raise ConfigError(
             "--submit and --cancel belong together: what starts a job has to be ended by something; give both"
         )
-    if submit is not None and cancel is not None:
-        asyncio.run(_keep(config, most, None, Jobs(submit, cancel)))
-    else:
-        asyncio.run(_keep(config, most, _slices(config, devices, most), None))
+    asyncio.run(_keep(config, most, devices, submit, cancel))
 
 
-async def _keep(config: Config, most: int, devices: list[str] | None, jobs: Jobs | None) -> None:
+async def _keep(config: Config, most: int, devices: str | None, submit: str | None, cancel: str | None) -> None:
     def report(line: str) -> None:
         typer.echo(printable(line), err=True)
 
-    stop = stop_on_signals()
     supervisor = Supervisor(child_environ(os.environ, config.variables), report)
-    saved = config.run_folder.absolute() / runs.SAVED
-    further: Further = jobs or Processes(supervisor, replica_command(saved), saved.parent / "logs", devices)
-    client = await ReplayClient.connect(buffer_url(config, "reader"), config.run.id)
     try:
-        await keep(config, client, further, most, stop, report)
+        further = choose(config, supervisor, most, devices, submit, cancel)
+        async with contextlib.aclosing(
+            await ReplayClient.connect(buffer_url(config, "reader"), config.run.id)
+        ) as client:
+            await keep(config, client, further, most, stop_on_signals(), report)
     finally:
         supervisor.close()
-        await client.aclose()
+
+
+def choose(
+    config: Config, supervisor: Supervisor, most: int, devices: str | None, submit: str | None, cancel: str | None
+) -> Further:
+    """Return what starts and ends further replicas: two commands, or else this machine. Raises `ConfigError`."""
+    if submit is not None and cancel is not None:
+        return Jobs(submit, cancel)
+    saved = config.run_folder.absolute() / runs.SAVED
+    return Processes(supervisor, replica_command(saved), saved.parent / "logs", _slices(config, devices, most))
 
 
 def _slices(config: Config, devices: str | None, most: int) -> list[str] | None:

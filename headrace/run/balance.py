@@ -241,7 +241,8 @@ def _with(work: Workload, name: str, value: Any) -> Workload:
 def propose_age(work: Workload) -> Workload | None:
     """Return the workload with the narrowest wider age bound that keeps the trainer busy, or else makes steps fastest, and with the
     replicas for it; None if a wider one does not help."""
-    best, fastest = None, simulate(work).step_s
+    best: Workload | None = None
+    fastest = simulate(work).step_s
     for more in range(1, WIDER + 1):
         wider = propose_replicas(dataclasses.replace(work, age=work.age + more, ahead=work.steps_ahead + more))
         found = simulate(wider)

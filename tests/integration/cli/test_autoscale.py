@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from headrace.base.errors import ConfigError, ReplayUnavailable, ServiceError
 from headrace.cli.app import app
+from headrace.cli.autoscale import choose
 from headrace.config import Config
 from headrace.launch.autoscaler import Jobs, Processes, autoscale
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
@@ -185,6 +186,11 @@ async def test_jobs_are_submitted_and_cancelled_by_their_ids(tmp_path: Path) -> 
     assert (len(further), ended.read_text()) == (1, "2\n")
     await further.remove()
     assert ended.read_text() == "2\n1\n"
+
+
+async def test_commands_take_precedence_over_this_machine(tmp_path: Path, supervisor: Supervisor) -> None:
+    assert isinstance(choose(config(tmp_path), supervisor, 4, None, "sbatch replica.sh", "scancel {id}"), Jobs)
+    assert isinstance(choose(config(tmp_path), supervisor, 4, "1,2,3", None, None), Processes)
 
 
 @pytest.mark.parametrize("command", ["true", "echo no queue >&2; false"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,16 @@ def test_a_run_is_planned_with_what_it_measured(tmp_path: Path) -> None:
     assert balance(run, "--window", "all").splitlines()[0].split()[:2] == ["measured", "computed"]
     with pytest.raises(ConfigError, match="--mean-tokens: the rates of run"):
         balance(run, "--mean-tokens", 4)
+
+
+def test_the_documented_example_is_what_is_printed(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    text = (root / "docs" / "scaling.md").read_text()
+    (given,) = re.findall(r"headrace plan balance CONFIG (--.*)", text)
+    shown = balance(root / "examples" / "gpu_8b_8gpus.yaml", *given.split())
+    assert "\n".join(line.rstrip() for line in shown.splitlines()) in text
+    (prices,) = re.findall(r"```yaml\n(rollout_device.*?)```", text, re.DOTALL)
+    (tmp_path / "prices.yaml").write_text(prices)
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG)
+    assert as_json(config, *RATES, *TRAINING, "--prices", tmp_path / "prices.yaml")["computed"]["price_an_hour"] > 0
