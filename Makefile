@@ -146,7 +146,7 @@ docs: $(STAMP)
 	$(PY) scripts/generate_nemo_rl.py
 	$(PY) scripts/generate_migration.py
 
-# About twenty minutes of one core. `make test` makes 3,000 of these calls, `make test-all` 40,000.
+# About twenty minutes of one core. `make test` makes 1,500 of these calls, `make test-all` 40,000.
 CALLS ?= 200000
 properties: $(STAMP)
 	$(BIN)/pytest --calls $(CALLS) tests/properties

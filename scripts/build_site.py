@@ -1,8 +1,10 @@
-"""Build the documentation as a site: `python scripts/build_site.py OUTPUT`.
+"""Build the documentation as a site: `python scripts/build_site.py OUTPUT [VERSION]`.
 
 README.md is its first page, docs/README.md its contents, and docs/*.md are its pages. What the code says itself becomes pages too: the
 Python API from docstrings, the commands from their help, the page's HTTP API from its OpenAPI description, and the gRPC contract. A dead
 link, or a page that docs/README.md doesn't list, is an error.
+
+VERSION is the name of this version among others, beside which the output lies (`list_versions.py`); by default the package's.
 """
 
 from __future__ import annotations
@@ -32,10 +34,25 @@ PAGES = {
 }
 # What pages link to: Sphinx copies such a file to the site.
 LINKED = ("deploy", "examples", "proto", "services")
+# What `site/` adds to the theme: the choice of a version.
+ADDED = "_site"
 CONFIGURATION = f"""
 project = "Headrace"
-version = release = {importlib.metadata.version("headrace")!r}
 html_title = "Headrace " + version
+templates_path = html_static_path = [{ADDED!r}]
+html_css_files = ["site.css"]
+html_js_files = ["versions.js"]
+html_context = {{"site_version": version}}
+html_sidebars = {{
+    "**": [
+        "sidebar/brand.html",
+        "versions.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}}
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 exclude_patterns = ["README.md"]
 html_theme = "furo"
@@ -47,11 +64,12 @@ autodoc_member_order = "bysource"
 """
 
 
-def main(output: Path) -> int:
-    """Write the site to `output`. Returns Sphinx's exit code, which is not 0 if there was any warning."""
+def main(output: Path, version: str) -> int:
+    """Write the site of this version to `output`. Returns Sphinx's exit code, which is not 0 if there was any warning."""
     with tempfile.TemporaryDirectory() as folder:
         docs = Path(folder) / "docs"
         shutil.copytree(ROOT / "docs", docs)
+        shutil.copytree(ROOT / "scripts" / "site", docs / ADDED)
         for name in LINKED:
             (Path(folder) / name).symlink_to(ROOT / name)
         contents = _contents(docs / "README.md")
@@ -60,7 +78,7 @@ def main(output: Path) -> int:
             "commands.md": _commands(),
             "http-api.md": _http_api(),
             "grpc-api.md": _grpc_api(),
-            "conf.py": CONFIGURATION,
+            "conf.py": f"version = release = {version!r}\n{CONFIGURATION}",
             **{there: _seen_from_docs((ROOT / here).read_text()) for here, there in PAGES.items()},
         }
         generated["index.md"] += contents
@@ -140,4 +158,4 @@ def _grpc_api() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *(sys.argv[2:] or [importlib.metadata.version("headrace")])))

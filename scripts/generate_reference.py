@@ -32,10 +32,10 @@ One YAML file configures a run. Every service reads the same file.
 - `headrace config show FILE` prints the complete, resolved configuration.
 - `headrace config check FILE` checks the configuration and what it names: data files and their fields, prompt files, models, environments,
   ports, names of metrics, [the memory of the GPUs](memory.md#whether-a-run-fits). It counts and measures all prompts, and reports
-  duplicates, prompts that are too long, and text that the tokenizer has no token for. Each problem is one line with the file and line
-  that it comes from.
-- `headrace up` makes the same checks before it starts anything, but does not read all prompts. The trainer does this before it loads the
-  model.
+  duplicates, prompts that are too long, and text that the tokenizer has no token for. All problems are reported at once, each
+  with the file and line that it comes from.
+- `headrace up` makes the same checks before it starts anything, but it measures no prompts, and reads no more than the first row that code
+  of yours makes. The trainer does the rest before it loads the model.
 
 A value comes from the first of these that sets it:
 

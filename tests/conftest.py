@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import os
 import secrets
 import shutil
@@ -41,7 +43,7 @@ class Size:
 
 
 # At night a file of these takes five minutes of a core at most. `--calls` gives a single file hours.
-DAY, NIGHT = Size(25, 3_000, 100), Size(400, 40_000, 2_000)
+DAY, NIGHT = Size(15, 1_500, 60), Size(400, 40_000, 2_000)
 
 # how long an example takes says how busy the machine is
 settings.register_profile("day", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=DAY.examples)
@@ -139,6 +141,17 @@ def calls(pytestconfig: pytest.Config) -> int:
 def messages(pytestconfig: pytest.Config) -> int:
     """Malformed messages to send to each function, method and route."""
     return pytestconfig.getoption("calls") or _size(pytestconfig).messages
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """In a checkout without bytecode, one of the processes that share the tests compiles a file, and the others wait for what it wrote."""
+    if isinstance(collector, pytest.Module) and "PYTEST_XDIST_WORKER" in os.environ:
+        with (
+            collector.path.open() as file,
+            contextlib.suppress(Exception, pytest.skip.Exception),
+        ):  # raised again where it is reported
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _ = collector.obj
 
 
 @pytest.hookimpl(wrapper=True)

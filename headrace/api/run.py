@@ -29,7 +29,8 @@ from headrace.run.folder import load_anywhere
 from headrace.run.group_history import GroupHistory
 from headrace.run.group_query import GroupQuery, GroupSummary
 from headrace.run.history import RUN_LOCK, Best, RunHistory, State
-from headrace.run.samples import Kind, SampleFiles, StoredSample
+from headrace.run.sample_files import Kind, SampleFiles
+from headrace.run.samples import StoredSample
 
 _POLL_S = 0.5
 _PAGE = 1000  # groups that are asked for at a time

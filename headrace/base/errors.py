@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class HeadraceError(Exception):
     """Base of all errors that Headrace raises on purpose; the command line prints the message and exits with 1."""
@@ -14,6 +17,32 @@ class ConfigError(HeadraceError):
     def __init__(self, message: str, key: str | None = None) -> None:
         super().__init__(message)
         self.key = key
+
+
+class Problems:
+    """Gathers what is wrong, so that a user is told all of it at once: each in its own line or lines, and none twice."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, None] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._messages)
+
+    def add(self, message: str) -> None:
+        self._messages[message] = None
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep the error that the context raises for a wrong configuration, or for what it names."""
+        try:
+            yield
+        except (ConfigError, ServiceError) as error:
+            self.add(str(error))
+
+    def tell(self) -> None:
+        """Raise `ConfigError` if there are any."""
+        if self._messages:
+            raise ConfigError("\n".join(self._messages))
 
 
 class MissingPackage(HeadraceError):

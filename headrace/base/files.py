@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,16 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Make `target` the file `source`, or a copy of it where the file system has no links. Raises `OSError`."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
 
 
 def is_locked(path: Path) -> bool:

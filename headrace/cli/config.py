@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.base.errors import ConfigError, MissingPackage, ServiceError
+from headrace.base.errors import ConfigError, MissingPackage, Problems, ServiceError
 from headrace.base.model_name import tokenizer_is_here
 from headrace.base.printable import printable
 from headrace.cli.common import MOST_GIB, MOST_GPUS, ConfigArgument, Overrides
@@ -14,7 +14,7 @@ from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.loading import Loaded, examine
 from headrace.config.yaml_text import dump
-from headrace.launch import device_plan, environment_processes, preflight, runs
+from headrace.launch import device_plan, environment_processes, ports, preflight
 from headrace.launch.entry_points import load_entry_point
 
 app = typer.Typer(help="Show or check a configuration.", no_args_is_help=True)
@@ -54,22 +54,27 @@ def check(
         int | None, typer.Option("--gpus-per-host", min=1, help="Number of GPUs in a host; without it, 8.")
     ] = None,
 ) -> None:
-    """Check that the configuration is valid and that everything it names exists; else print what is wrong and fail. Counts and measures the
-    prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone.
+    """Check that the configuration is valid and that everything it names exists; else print all that is wrong and fail. Counts and measures
+    the prompts. For a NeMo RL file, also print how it was translated. Without the trainer's packages, check the configuration alone.
 
     With --gpu-memory, also check that the run fits on such GPUs; without it, on those of this machine if it has any."""
-    examined = examine(config, overrides or ())
+    examined = preflight.examine(config, overrides or ())
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
-    try:
+    problems, warnings, lines = Problems(), list[str](), list[str]()
+    with problems.gathered():
         environment_processes.check(examined.config)
+    with problems.gathered():
         environment_processes.check_loading(examined.config)
+    with problems.gathered():
         warnings, lines = _check_data_and_models(examined)
-        of_memory = _check_memory(examined.config, size, gpus, per_host)
+        warnings += _check_memory(examined.config, size, gpus, per_host)
+    try:
+        problems.tell()
     except ConfigError:
         for line in translated:  # the translation itself succeeded
             typer.echo(line)
         raise
-    for warning in [*warnings, *of_memory, *runs.busy_ports(examined.config)]:
+    for warning in [*warnings, *ports.list_busy(examined.config)]:
         typer.echo(f"warning: {printable(warning)}", err=True)
     typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
     for line in (*lines, *environment_processes.describe(examined.config), *translated):

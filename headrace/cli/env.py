@@ -27,6 +27,7 @@ from headrace.cli.status import waits_for
 from headrace.config import Config
 from headrace.env import environment_file
 from headrace.launch import environment_processes, runs
+from headrace.launch.buffer import open_buffer
 from headrace.net import rpc
 from headrace.net.credentials import FILE, Credentials, load_credentials
 from headrace.replay import EnvironmentState
@@ -183,7 +184,7 @@ async def _read(
     if not hubs:
         tried = "; ".join(f"at {address} ({reason})" for address, reason in away.items())
         raise ServiceError(f"no hub of run {config.run.id} answers: {tried}; is the run up?")
-    async with runs.open_buffer(config) as replay:
+    async with open_buffer(config) as replay:
         return hubs, away, await replay.environments()
 
 

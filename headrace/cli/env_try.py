@@ -23,7 +23,8 @@ from headrace.env.kit.rescoring import rewards
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import check
 from headrace.launch.served_file import environment_at
-from headrace.run.samples import SampleFiles, SampleGroup, by_group
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import SampleGroup, by_group
 
 # The environment's name in the configuration.
 _NAME = "tried"

@@ -29,9 +29,9 @@ from headrace.config.compare import diff
 from headrace.config.data import OWN, DataSourceConfig, HubName
 from headrace.config.explain import explain
 from headrace.launch import device_plan, runs, shell
-from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, settled
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, settle
 from headrace.run.evaluation import THRESHOLD, DataSetReport, report
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 
 FOLDER = "evals"  # in the run's folder
 # keys that a data set on the command line inherits from those of the run
@@ -281,7 +281,7 @@ def ask(config: Config, found: NamedModel) -> None:
     console = RunConsole()
     plan = device_plan.of(config)
 
-    with runs.locked(config), settled(config) as (config, saved, reserved):
+    with runs.lock(config), settle(config) as (config, saved, reserved):
         device_plan.record(plan, device_plan.plan_threads(config, plan), config.run_folder)
         say(console, f"evaluating {found.name} in {config.run_folder}")
         if why := device_plan.why_on_cpu(config):

@@ -20,6 +20,7 @@ from headrace.cli.common import WIDTH, App, RunOption, cell, plain_table
 from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
+from headrace.launch.buffer import open_buffer
 from headrace.records.group_event import GroupEvent
 from headrace.records.origin import GroupLineage, Origin, TokenRange
 from headrace.replay import GroupState, HeldGroup, ReplayClient
@@ -28,7 +29,8 @@ from headrace.run import group_files
 from headrace.run.group_history import GroupHistory
 from headrace.run.group_query import SORTS, GroupQuery, GroupStory, GroupSummary, parse_row
 from headrace.run.lineage import FOLDER, LineageFiles
-from headrace.run.samples import SampleFiles, SampleGroup, by_group, failed_groups, make_group, make_sample
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import SampleGroup, by_group, failed_groups, make_group, make_sample
 
 app = App(help="Look at groups: each is one prompt and its trajectories.", no_args_is_help=True)
 
@@ -176,7 +178,7 @@ def list_groups(run: RunOption, state: StateOption = None) -> None:
     """Print id and state of every group that the buffer holds."""
 
     async def work() -> None:
-        async with runs.open_buffer(runs.find(run)) as replay:
+        async with open_buffer(runs.find(run)) as replay:
             async for group_id, name in replay.groups(_states(state)):
                 typer.echo(f"{name:10}{printable(group_id)}")
 
@@ -213,7 +215,7 @@ def retry(
 
 
 async def _retry(config: Config, groups: Sequence[str] | None, reason: str | None) -> int:
-    async with runs.open_buffer(config, "operator") as replay:
+    async with open_buffer(config, "operator") as replay:
         # before the groups are read, so that only failures that were read are retried
         ended = await replay.read_ended()
         orders = set(ended.failed_orders())
@@ -252,7 +254,7 @@ def _states(names: Sequence[str] | None) -> Collection[str]:
 async def _export(config: Config, output: Path, states: Collection[str]) -> int:
     written = 0
     unfinished = output.with_name(f".{output.name}.unfinished")
-    async with runs.open_buffer(config) as replay:
+    async with open_buffer(config) as replay:
         try:
             with unfinished.open("w", encoding="utf-8") as file:
                 async for line in jsonl.lines(replay, states):
@@ -274,7 +276,7 @@ def _find(config: Config, group: str) -> tuple[GroupLineage, HeldGroup | None]:
         return trained, None
 
     async def ask() -> tuple[GroupLineage | None, HeldGroup | None]:
-        async with runs.open_buffer(config) as replay:
+        async with open_buffer(config) as replay:
             held = await replay.read_held(group)
             return None if held is None else await replay.trace_lineage(held), held
 

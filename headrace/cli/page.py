@@ -17,7 +17,7 @@ from headrace.base.tls import client_context
 from headrace.cli import common
 from headrace.config import Config, load
 from headrace.launch import exposure, runs
-from headrace.launch.pipeline import http_get
+from headrace.launch.probe import http_get
 from headrace.net import credentials
 from headrace.net.http_access import HttpAccess, new_code
 from headrace.net.service import bind, ending_recorded

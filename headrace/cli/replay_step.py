@@ -9,6 +9,7 @@ import typer
 
 from headrace.cli.common import RunOption
 from headrace.launch import runs
+from headrace.launch.buffer import open_buffer
 from headrace.launch.entry_points import load_entry_point
 
 
@@ -30,7 +31,7 @@ def replay_step(
     recompute = load_entry_point("headrace.tools", "replay-step", extra="trainer")
 
     async def work() -> Any:
-        async with runs.open_buffer(config) as replay:
+        async with open_buffer(config) as replay:
             return await recompute(config, replay, step)
 
     result = asyncio.run(work())

@@ -26,6 +26,7 @@ from headrace.env.environment import Sample
 from headrace.env.kit.rescoring import Comparison, Rescored, compare
 from headrace.env.wire import sample_to_wire, scoring_sample
 from headrace.launch import runs
+from headrace.launch.buffer import open_buffer
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.served_file import environment_at
 from headrace.net import rpc
@@ -153,7 +154,7 @@ async def _rescore(config: Config, name: str, environment: EnvConfig, of: str | 
 
 async def _read_scored(config: Config) -> list[Scored]:
     """Return the trajectories in the buffer that have a reward."""
-    async with runs.open_buffer(config) as replay:
+    async with open_buffer(config) as replay:
         groups = [group_id async for group_id, _ in replay.groups(_STATES)]
         held = [await replay.read_held(group_id) for group_id in dict.fromkeys(groups)]
     return [scored for group in held if group is not None for scored in _select_scored(group)]

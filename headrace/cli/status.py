@@ -18,7 +18,7 @@ from headrace.cli.display import duration, time_left
 from headrace.cli.run_list import brief, steps, when
 from headrace.config import Config, load
 from headrace.launch import device_plan, runs
-from headrace.launch.pipeline import http_get, parse_reason
+from headrace.launch.probe import http_get, parse_reason
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
@@ -28,7 +28,8 @@ from headrace.run.headlines import accuracy_name, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Line
 from headrace.run.now import Now
-from headrace.run.samples import SampleFiles
+from headrace.run.object_store import list_problems
+from headrace.run.sample_files import SampleFiles
 
 # The number of entries of the metric stream to read; in most runs they include the last validation.
 NEWEST = 50
@@ -78,12 +79,13 @@ def status(
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
         *_time_left(newest, loaded.max_num_steps - state.next_step),
-        *findings_of(
+        *list_findings(
             [Line(of, step, "", 0.0, metrics) for _, of, step, metrics in reversed(newest)],  # type: ignore[arg-type]
             loaded,
             now.read(loaded.run_folder),
         ),
         *(("set aside", line) for line in list_set_aside(loaded.checkpoint_folder)),
+        *(("store", line) for line in list_problems(loaded.checkpoint_folder)),
         *device_plan.read_record(loaded.run_folder),
         ("page", f"headrace page {loaded.run_folder}"),
     ]
@@ -103,11 +105,12 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         ("started", when(past.started)),
         ("steps", steps(past)),
         *progress(newest, config.log_folder),
-        *findings_of(past.lines, config),
+        *list_findings(past.lines, config),
         *([("", str(past.collapse))] if past.collapse else []),
         ("best", str(past.best() or "-")),
         ("checkpoints", ", ".join(map(str, versions)) or "none"),
         *(("set aside", line) for line in list_set_aside(config.checkpoint_folder)),
+        *(("store", line) for line in list_problems(config.checkpoint_folder)),
         ("time", f"{duration(past.seconds)} in steps"),
         ("samples", f"headrace samples {config.run_folder}"),
         *(("", line) for line in _removed_samples(past)),
@@ -201,7 +204,7 @@ def _time_left(newest: Newest, left: int) -> list[tuple[str, str]]:
     return [("time", said)] if said else []
 
 
-def findings_of(lines: Sequence[Line], config: Config, current: Now | None = None) -> list[tuple[str, str]]:
+def list_findings(lines: Sequence[Line], config: Config, current: Now | None = None) -> list[tuple[str, str]]:
     """Return lines about what the newest steps of a history lost, the gravest first. `lines` are the surviving ones; `current` is the state
     of a run that is up."""
     return [("finding", line) for line in findings.top(findings.find(lines, config, now=current))]

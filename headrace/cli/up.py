@@ -11,19 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, Problems
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import RunConsole, closing_table, failures, open_display
 from headrace.config import Config
-from headrace.config.loading import examine
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.entry_points import load_entry_point
-from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settled
+from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settle
 from headrace.launch.summary import RunSummary
-from headrace.run import checkpoints, findings, history, start
+from headrace.run import checkpoints, findings, history, object_store, start, stored_run
 from headrace.run.history import CURVES, RECORD, recorded
+from headrace.run.object_store import RunStore
 
 
 def up(
@@ -38,14 +38,19 @@ def up(
     With run.id=NAME of an earlier run, continue it from its last checkpoint.
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
-    examined = examine(config, given)
+    examined = preflight.examine(config, given)
+    fetch_newest(examined.config)
     # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
     loaded, changes = runs.prepare(config, given)
     if line := nothing_left(loaded):
         common.say(RunConsole(), line)
         return
-    translation, warnings = examined.nemo_rl, preflight.look(examined)
-    check(loaded)
+    translation, warnings, problems = examined.nemo_rl, list[str](), Problems()
+    with problems.gathered():
+        warnings = preflight.look(examined)
+    with problems.gathered():
+        check(loaded)
+    problems.tell()
     plan = device_plan.of(loaded)
     if plan is not None:
         plan, of_memory = device_plan.fit(loaded, plan)
@@ -57,7 +62,7 @@ def up(
     def say(line: str) -> None:
         common.say(console, line, keep="\n")
 
-    with runs.locked(loaded), runs.refusable(loaded), settled(loaded) as (loaded, saved, reserved):
+    with runs.lock(loaded), runs.refusable(loaded), settle(loaded) as (loaded, saved, reserved):
         device_plan.record(plan, threads, loaded.run_folder)
         start.record(loaded.run_folder, loaded, examined.origin)
         for warning in warnings:
@@ -116,6 +121,16 @@ def up(
         versions = checkpoints.find_published(folder)
         newest = checkpoints.policy_of(folder, versions[-1]) if versions else None
         say(f"checkpoint:     {newest or 'none was written'}")
+        for line in object_store.list_problems(folder):
+            say(f"warning: {line}")
+
+
+def fetch_newest(config: Config) -> None:
+    """Fetch the run from its store, if it was continued on another machine."""
+    store = None if config.run.id is None else RunStore.of(config)
+    if store is not None:
+        with runs.lock(config):
+            stored_run.fetch_newest(config, store, lambda line: common.say(RunConsole(), line))
 
 
 @contextlib.contextmanager

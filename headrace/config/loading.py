@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, Problems
 from headrace.config.environments import drop_former
 from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.in_yaml import in_yaml
@@ -49,17 +49,30 @@ NEMO_RL_KEYS = (
 )
 # the most lines in an error about such a file; once the first ones are fixed, the user sees the others
 _NEMO_RL_LINES = 10
+# How often wrong values are left out: a section that lacks one that it needs shows when they are gone.
+_MOST_ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
     """A configuration, and how it was translated from a NeMo RL file; None for one of Headrace's own. `origin` returns where the value at
-    some keys was given, as text to append: " (run.yaml:12)", " (command line)", or nothing. `path` is the file that was read."""
+    some keys was given, as text to append: " (run.yaml:12)", " (command line)", or nothing. `path` is the file that was read; `is_own`
+    tells whether it, or the command line, gave the value at some keys, and not a variable or a file that it inherits from."""
 
     config: Config
     nemo_rl: Translation | None
     origin: Callable[[Keys], str] = lambda keys: ""
     path: Path | None = None
+    is_own: Callable[[Keys], bool] = lambda keys: True
+
+
+class InvalidConfig(ConfigError):
+    """Raised for values that make no configuration. `rest` is the configuration without the wrong ones, if it is one; `sections` had
+    them."""
+
+    def __init__(self, message: str, rest: Loaded | None, sections: frozenset[str]) -> None:
+        super().__init__(message)
+        self.rest, self.sections = rest, sections
 
 
 def variable_name(keys: Sequence[str]) -> str:
@@ -81,19 +94,8 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     """
     inherited = read(Path(path))
     values = copy.deepcopy(inherited.values)
-    origins: dict[Keys, str] = {}  # by the keys in `values`
-    named_by: dict[Keys, Keys] = {}  # what variables gave: the keys by which they name it, by the keys in `values`
     environ = os.environ if environ is None else environ
-    for keys, value in _environment(environ):
-        place = _put(values, keys, value, variable_name(keys))
-        origins[place], named_by[place] = ENVIRONMENT, keys
-    for override in overrides:
-        keys, value = _override(override)
-        place = _put(values, keys, value, override)
-        for replaced in [known for known in origins if known[: len(place)] == place]:
-            del origins[replaced]
-            named_by.pop(replaced, None)
-        origins[place] = COMMAND_LINE
+    origins, named_by = _put_all(values, overrides, environ)
     if [values.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
         raise ConfigError("grpo and ppo are both null; give one of them")
     written = expressions(values)
@@ -131,7 +133,13 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         def origin(keys: Keys) -> str:
             return _origin(origins, inherited, written, unresolved, keys)
 
-        return Loaded(_checked(values, [*references.values()], origin, written_as), None, origin, Path(path))
+        def is_own(keys: Keys) -> bool:
+            if given := _given(origins, keys):
+                return given == [COMMAND_LINE]
+            return inherited.source(keys) in (None, Path(path))
+
+        checked = _checked(values, [*references.values()], origin, written_as)
+        return Loaded(checked, None, origin, Path(path), is_own)
     # imported only for a NeMo RL file: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 
@@ -156,6 +164,29 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     ]
     checked = _checked(translation.values, [*references.values(), *moved], translated, named, problems, _NEMO_RL_LINES)
     return Loaded(checked, translation, translated)
+
+
+def _put_all(
+    values: dict[str, Any], overrides: Sequence[str], environ: Mapping[str, str]
+) -> tuple[dict[Keys, str], dict[Keys, Keys]]:
+    """Put what variables and the command line give into `values`. Returns by the keys there which of the two gave a value, and for one of
+    a variable the keys by which it names it. Raises `ConfigError` with every override that is none."""
+    origins: dict[Keys, str] = {}
+    named_by: dict[Keys, Keys] = {}
+    for keys, value in _environment(environ):
+        place = _put(values, keys, value, variable_name(keys))
+        origins[place], named_by[place] = ENVIRONMENT, keys
+    wrong = Problems()
+    for override in overrides:
+        with wrong.gathered():
+            keys, value = _override(override)
+            place = _put(values, keys, value, override)
+            for replaced in [known for known in origins if known[: len(place)] == place]:
+                del origins[replaced]
+                named_by.pop(replaced, None)
+            origins[place] = COMMAND_LINE
+    wrong.tell()
+    return origins, named_by
 
 
 def _of_variables(
@@ -290,20 +321,55 @@ def _checked(
     problems: Sequence[str] = (),
     most: int | None = None,
 ) -> Config:
-    """Return the configuration. Raises `ConfigError` with the `problems` and with those of `values` at other keys, in at most `most`
+    """Return the configuration. Raises `InvalidConfig` with the `problems` and with those of `values` at other keys, in at most `most`
     lines. `origin` and `named` return where a key was given, and its name there. What `references` name is not shown."""
-    lines = list(problems)
+    lines, wrong = list(problems), list[tuple[int | str, ...]]()
     try:
         config = Config.model_validate(values).referring(references)
     except ValidationError as error:
+        wrong = [each["loc"] for each in error.errors()]
         reported = {problem.partition(": ")[0] for problem in problems}
         found = explain(error, origin, named, references).splitlines()
         lines += (line for line in found if line.partition(": ")[0] not in reported)
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:
-        raise ConfigError("\n".join(hide_values(line, references) for line in lines))
+        rest = None if problems else _without(values, wrong)
+        raise InvalidConfig(
+            "\n".join(hide_values(line, references) for line in lines),
+            None if rest is None else Loaded(rest.referring(references), None, origin),
+            frozenset(str(keys[0]) for keys in wrong if keys),
+        )
     return config
+
+
+def _without(values: dict[str, Any], wrong: Sequence[tuple[int | str, ...]]) -> Config | None:
+    """Return the configuration of `values` without the `wrong` ones, if it is one. What is wrong with the whole has no keys."""
+    rest = copy.deepcopy(values)
+    for _ in range(_MOST_ROUNDS):
+        if not all(wrong):
+            return None
+        for keys in wrong:
+            _drop(rest, keys)
+        try:
+            return Config.model_validate(rest)
+        except ValidationError as error:
+            wrong = [each["loc"] for each in error.errors()]
+    return None
+
+
+def _drop(values: dict[str, Any], keys: Sequence[int | str]) -> None:
+    """Remove the value at `keys`; where it is missing, the section that lacks it."""
+    path: list[Any] = [values]
+    for key in keys[:-1]:
+        here = path[-1]
+        is_item = isinstance(here, list) and isinstance(key, int)
+        there = here.get(key) if isinstance(here, dict) else here[key] if is_item else None
+        path.append(there)
+    for holder, key in zip(reversed(path), reversed(keys), strict=True):
+        if isinstance(holder, dict) and key in holder:
+            del holder[key]
+            return
 
 
 class _Settings(Config, BaseSettings):
@@ -324,12 +390,14 @@ class _EnvironmentSource(EnvSettingsSource):
 def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
     """Yield (keys, value) of every `HEADRACE_*` variable. Raises `ConfigError` for one whose section is unknown."""
     named = {name: value for name, value in environ.items() if name.upper().startswith(PREFIX)}
+    problems = Problems()
     for name in named:
         section, *rest = name[len(PREFIX) :].lower().split("__")
         if section not in Config.model_fields:
             close = nearest((section, *rest)) or nearest((section,))
             hint = f"did you mean {variable_name(close.split('.'))}?" if close else "the section does not exist"
-            raise ConfigError(f"{name}: unknown variable; {hint}")
+            problems.add(f"{name}: unknown variable; {hint}")
+    problems.tell()
     yield from _leaves(_EnvironmentSource(named)(), ())
 
 

@@ -302,6 +302,12 @@ class WeightChannelConfig(Section):
 class CheckpointingConfig(Section):
     enabled: MayChange[bool] = True
     checkpoint_dir: MayChange[AnyPath[str | None]] = Field(None, description="null: <run folder>/checkpoints")
+    store: MayChange[str | None] = Field(
+        None,
+        pattern=r"^(s3|s3a|gs|az|abfs|abfss)://[^/]+|^file:///",
+        description="object store to which checkpoints are copied during training, and from which a machine without the run's folder "
+        "continues: s3://BUCKET/PREFIX, gs://…, az://…, file:///FOLDER; null: none",
+    )
     save_period: MayChange[int] = Field(
         10, ge=1, description="steps between checkpoints; the steps since the last one are trained again after a crash"
     )

@@ -211,10 +211,13 @@ def _serving(module: ast.Module) -> Iterator[int]:
                 yield statement.lineno
 
 
-def _serve(target: str, port: str) -> None:
+def _serve(target: str, port: str | None = None) -> None:
+    """Serve the environment of a file. Without a port only load it, to see whether that works."""
     die_with_parent()
     try:
-        headrace.serve(load(target), int(port))
+        environment = load(target)
+        if port is not None:
+            headrace.serve(environment, int(port))
     except HeadraceError as error:
         sys.exit(str(error))
 

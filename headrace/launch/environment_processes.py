@@ -11,65 +11,71 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.base.addresses import LOOPBACK
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, Problems
 from headrace.base.tls import trusting
 from headrace.config import Config
-from headrace.config.environments import AttachedConfig, CommandConfig, FunctionConfig, TargetConfig, VerifiersConfig
+from headrace.config.environments import (
+    AttachedConfig,
+    CommandConfig,
+    EnvConfig,
+    FunctionConfig,
+    TargetConfig,
+    VerifiersConfig,
+)
 from headrace.env import environment_file
 from headrace.env.verifiers import program
 from headrace.launch.runs import token_file
 from headrace.launch.supervisor import Child, child_environ
 
 _IMPORT_S = 120.0
-# Loads the environment that its argument names.
-_LOAD = """
-import sys
-from headrace.base.errors import ConfigError
-from headrace.env import environment_file
-try:
-    environment_file.load(sys.argv[1])
-except ConfigError as error:
-    sys.exit(str(error))
-"""
 # The variables that tell an environment what `headrace up` wants it to serve.
 NAME, HOST, PORT, TOKEN_FILE = (f"ENVIRONMENT_{what}" for what in ("NAME", "HOST", "PORT", "TOKEN_FILE"))
 
 
 def check(config: Config) -> None:
     """Refuse environments that can't start because their file, class, program, function or verifiers environment doesn't exist. Raises
-    `ConfigError`."""
+    `ConfigError` naming all of them."""
+    problems = Problems()
     for name, env in config.env.items():
-        match env:
-            case CommandConfig(command=[called, *_]) if shutil.which(called) is None:
-                raise ConfigError(
-                    f"env.{name}.command {called!r} is not a program; give its path, relative to this folder"
-                )
-            case TargetConfig(is_started=True):
-                try:
-                    environment_file.check(env.target)
-                except ConfigError as error:
-                    raise ConfigError(f"env.{name}.target {error}") from error
-            case FunctionConfig():
-                _check_function(name, env.function)
-            case VerifiersConfig():
-                program.check(name, env)
+        with problems.gathered():
+            _check(name, env)
+    problems.tell()
+
+
+def _check(name: str, env: EnvConfig) -> None:
+    match env:
+        case CommandConfig(command=[called, *_]) if shutil.which(called) is None:
+            raise ConfigError(f"env.{name}.command {called!r} is not a program; give its path, relative to this folder")
+        case TargetConfig(is_started=True):
+            try:
+                environment_file.check(env.target)
+            except ConfigError as error:
+                raise ConfigError(f"env.{name}.target {error}") from error
+        case FunctionConfig():
+            _check_function(name, env.function)
+        case VerifiersConfig():
+            program.check(name, env)
 
 
 def check_loading(config: Config) -> None:
-    """Refuse environments whose file can't be loaded, for example because it imports a package that is not installed. Each is loaded in its
-    own process, as a run does. Raises `ConfigError` naming all of them."""
-    problems = [
-        f"env.{name}.target {problem}"
-        for name, env in config.started.items()
-        if isinstance(env, TargetConfig) and (problem := loading_problem(env.target)) is not None
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    """Refuse environments that `check` accepts and whose file can't be loaded, for example because it imports a package that is not
+    installed. Each is loaded in its own process, as a run does. Raises `ConfigError` naming all of them."""
+    problems = Problems()
+    for name, env in config.started.items():
+        if not isinstance(env, TargetConfig):
+            continue
+        try:
+            environment_file.check(env.target)
+        except ConfigError:
+            continue
+        if (problem := loading_problem(env.target)) is not None:
+            problems.add(f"env.{name}.target {problem}")
+    problems.tell()
 
 
 def loading_problem(target: str) -> str | None:
     """Return why the environment of a file can't be loaded; None if it can."""
-    argv = [sys.executable, "-P", "-c", _LOAD, target]
+    argv = [sys.executable, "-P", "-m", environment_file.__name__, target]
     try:
         done = subprocess.run(
             argv,

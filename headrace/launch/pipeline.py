@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 import os
 import signal
-import socket
-import ssl
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.devices import DevicePlan
-from headrace.base.errors import HeadraceError, ReplayUnavailable, ServiceError
+from headrace.base.errors import HeadraceError, Problems, ReplayUnavailable, ServiceError
 from headrace.base.files import is_gone
 from headrace.base.scratch import remove_abandoned
 from headrace.base.tls import client_context
 from headrace.config import Config
 from headrace.config.environments import TargetConfig
-from headrace.launch import device_plan, environment_processes, exposure, runs
+from headrace.launch import environment_processes, exposure, ports, runs
+from headrace.launch.children import Children, Reserved
+from headrace.launch.probe import LONGEST_PROBE_GAP_S, NO_ANSWER, http_get, parse_json, parse_reason, patience
 from headrace.launch.summary import UPDATING, Display, RunSummary, ServiceLine, Wait
 from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
 from headrace.run import prompt_counts
 from headrace.run.checkpoints import list_set_aside
+from headrace.run.object_store import list_problems
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
 READY_DEADLINE_S = 120.0
@@ -42,28 +39,25 @@ WITHOUT_FOLDER_S = 5.0
 POLL_S = 1.0
 # While services start.
 LOOK_S = 0.2
-# The most that one poll adds to the silence of a service that did not answer.
-LONGEST_PROBE_GAP_S = 10.0
-# In place of a status: the service accepted the connection, but did not answer.
-NO_ANSWER = 504
-
-# The sockets that reserve the ports that were chosen, by configuration key.
-Reserved = Mapping[str, socket.socket]
 
 
 def check(config: Config) -> None:
-    """Refuse, before anything is written, a run that can't start. Raises `ConfigError`."""
+    """Refuse, before anything is written, a run that can't start. Raises `ConfigError` with everything that is wrong."""
+    problems = Problems()
     episodes, page = (["agents"] if config.has_episodes else []), (["page"] if config.page.port is not None else [])
-    for service in ("replay", "reward", "rollout", *episodes, "trainer", *page):
-        exposure.check(config, service)
-    environment_processes.check(config)
+    with problems.gathered():  # the first of them: what one needs, all have
+        for service in ("replay", "reward", "rollout", *episodes, "trainer", *page):
+            exposure.check(config, service)
+    with problems.gathered():
+        environment_processes.check(config)
+    problems.tell()
 
 
 @contextlib.contextmanager
-def settled(config: Config) -> Iterator[tuple[Config, Path, Reserved]]:
+def settle(config: Config) -> Iterator[tuple[Config, Path, Reserved]]:
     """Settle and save what the services need before they start: credentials, configuration, and ports, which stay reserved while the
     context is open. Yields the saved configuration, its path, and what reserves the ports. Raises `ConfigError`, `ServiceError`."""
-    with runs.settled_ports(config) as (ready, reserved):
+    with ports.settle(config) as (ready, reserved):
         runs.make_credentials(ready)
         yield ready, runs.save(ready), reserved
 
@@ -85,61 +79,6 @@ class StoppedBySignal(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
-
-
-@dataclasses.dataclass
-class Children:
-    """The services of a run, as processes."""
-
-    replay: Child
-    reward: Child
-    environments: dict[str, Child]
-    rollouts: list[Child]
-    agents: list[Child]
-    trainer: Child
-    page: Child | None
-
-    def __iter__(self) -> Iterator[Child]:
-        others = (*self.environments.values(), *self.rollouts, *self.agents)
-        page = () if self.page is None else (self.page,)
-        return iter((self.replay, self.reward, *others, self.trainer, *page))
-
-    @classmethod
-    def of(cls, config: Config, saved: Path, plan: DevicePlan | None, reserved: Reserved) -> Children:
-        """Return the services of a run whose resolved configuration was saved as `saved`. Each gets the devices that `plan` gives it, its
-        number of threads, and its ports of those `reserved`."""
-
-        def child(name: str, service: str, ends_run: bool = False) -> Child:
-            launcher = [sys.executable, "-m"]
-            if service == "trainer" and config.trainer.num_processes > 1:
-                launcher += ["headrace_services.trainer.launch", str(config.trainer.num_processes), "-m"]
-            argv = [*launcher, "headrace.cli", service, "--config", str(saved)]
-            return Child(name, argv, saved.parent / "logs" / f"{name}.log", ends_run)
-
-        children = cls(
-            replay=child("replay", "replay"),
-            reward=child("reward", "reward"),
-            environments=environment_processes.children(config, saved.parent / "logs"),
-            rollouts=[child(f"rollout-{number + 1}", "rollout") for number in range(config.rollout.replicas)],
-            agents=[
-                child(f"agents-{number + 1}", "agents")
-                for number in range(config.agents.runners if config.has_episodes else 0)
-            ],
-            trainer=child("trainer", "trainer", ends_run=True),
-            page=None if config.page.port is None else child("page", "page"),
-        )
-        threads = device_plan.plan_threads(config, plan)
-        for each in children:
-            variables = device_plan.thread_variables(threads, config, each.name)
-            if plan is not None:
-                variables |= device_plan.device_variables(plan, config, each.name)
-            own = child_environ(os.environ, config.variables) if each.environ is None else each.environ
-            each.environ = {**own, **variables}
-        for key, sock in reserved.items():
-            section, _, name = key.removesuffix(".port").partition(".")
-            owner = children.environments[name] if section == "env" else getattr(children, section)
-            owner.reserved = [*owner.reserved, sock]
-        return children
 
 
 class Pipeline:
@@ -170,7 +109,7 @@ class Pipeline:
         self._joined = 0  # replicas alive that were started elsewhere
         self._prompts = saved.parent / prompt_counts.FILE
         self._prompts_before = _written(self._prompts)
-        self._set_aside = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
+        self._of_checkpoints = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
         self._environments: list[dict[str, Any]] = []  # the hub's last report
         self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
         self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
@@ -309,7 +248,7 @@ class Pipeline:
         """Ask the hub which environments it can reach. While it does not answer, nothing changes."""
         config, now = self.config.reward, time.monotonic()
         status, answer = await self._ask(config.host, config.http_port, "/v1/environments")
-        found = _json(answer) if status == 200 else None
+        found = parse_json(answer) if status == 200 else None
         if found is None:
             return
         self._environments = found
@@ -411,7 +350,7 @@ class Pipeline:
 
     async def _poll(self, client: ReplayClient) -> None:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
-        self._say_set_aside()
+        self._say_of_checkpoints()
         # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
         now = time.monotonic()
         after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
@@ -478,11 +417,12 @@ class Pipeline:
             for line in record.counts.lines(self.config) if record else ():
                 self.display.print(line)
 
-    def _say_set_aside(self) -> None:
-        """Print which damaged checkpoints the trainer has set aside since this start."""
-        for line in list_set_aside(self.config.checkpoint_folder):
-            if line not in self._set_aside:
-                self._set_aside.add(line)
+    def _say_of_checkpoints(self) -> None:
+        """Print which damaged checkpoints the trainer has set aside since this start, and which do not reach the store."""
+        folder = self.config.checkpoint_folder
+        for line in (*list_set_aside(folder), *list_problems(folder)):
+            if line not in self._of_checkpoints:
+                self._of_checkpoints.add(line)
                 self.display.print(line)
 
     def _show(self, replicas: list[Replica], after_s: float = 0.0, runners: Sequence[Runner] = ()) -> None:
@@ -527,42 +467,12 @@ class Pipeline:
         remove_abandoned()  # by services that had to be killed
 
 
-def patience(config: Config, environment: str | None = None, *, is_broken: bool = False) -> tuple[float, str]:
-    """Return for how many seconds a service may answer nothing before it is restarted, and the key that decides it. An environment may be
-    busy, and hold its process, until the time of its longest call is over: the hub has sent it nothing since, and waits for nothing. If its
-    breaker is open, it has nothing to do."""
-    limit = config.run.hang_timeout_s, "run.hang_timeout_s"
-    if environment is None or is_broken:
-        return limit
-    env = config.env[environment]
-    longest_s, key = (
-        (config.longest_episode_s, "agents.episode_s and replay.group_deadline_s")
-        if env.runs_episodes
-        else (env.timeout_s, f"env.{environment}.timeout_s")
-    )
-    return max(limit, (longest_s + LONGEST_PROBE_GAP_S, key))
-
-
 def _written(path: Path) -> int | None:
     """Return when a file was written; None if it doesn't exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _json(text: str) -> Any:
-    """Return the JSON value, or None for text that was cut off because its sender died."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def parse_reason(answer: str) -> str:
-    """Return why a service is not ready, from the answer of its `/readyz`."""
-    body = _json(answer)
-    return str(body.get("reason") or "") if isinstance(body, dict) else ""
 
 
 def _unready_state(child: Child, replica: Replica) -> str:
@@ -576,25 +486,3 @@ def _unready_state(child: Child, replica: Replica) -> str:
 def _first(group: BaseExceptionGroup[HeadraceError]) -> HeadraceError:
     first = group.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-async def http_get(
-    host: str, port: int, path: str, token: str, tls: ssl.SSLContext | None = None, timeout_s: float = 5.0
-) -> tuple[int, str]:
-    """GET over HTTP/1.0. Return (status, body). The status is 0 if nothing listens there, and `NO_ANSWER` if the listener is silent."""
-    target = replace_wildcard(host)
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(target, port, ssl=tls)
-            with contextlib.closing(writer):
-                head = (
-                    f"GET {path} HTTP/1.0\r\nHost: {with_port(target, port)}\r\nAuthorization: Bearer {token}\r\n\r\n"
-                )
-                writer.write(head.encode())
-                head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
-    except TimeoutError:
-        return NO_ANSWER, f"no answer from {target}:{port} within {timeout_s:.0f} s"
-    except OSError as error:
-        return 0, f"no answer from {target}:{port} ({error})"
-    words = head.split(maxsplit=2)
-    return (int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0), body

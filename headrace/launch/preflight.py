@@ -3,41 +3,69 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import grpc
 
 from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
-from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.errors import ConfigError, MissingPackage, Problems, ServiceError
 from headrace.base.model_name import model_is_here, tokenizer_is_here
-from headrace.config import Config
+from headrace.config import Config, loading
 from headrace.config.environments import LLMJudgeConfig, TargetConfig
-from headrace.config.loading import COMMAND_LINE, Loaded
+from headrace.config.loading import InvalidConfig, Loaded
 from headrace.config.root import TEACHER_KEY
-from headrace.env import judge_template
-from headrace.launch import shell
+from headrace.launch import environment_processes, shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
 from headrace.net.credentials import Credentials, load_credentials
 from headrace.run.folder import SAVED
 from headrace.run.history import RECORD
+from headrace.run.object_store import RunStore, check_package
 from headrace.v1 import environment_pb2, environment_pb2_grpc
 
 _PING_S = 2.0
 
 
+def examine(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a configuration, as `headrace.config.loading.examine` does. An error also tells what is wrong with what the configuration names,
+    as far as its other sections say it."""
+    try:
+        return loading.examine(path, overrides)
+    except InvalidConfig as error:
+        problems = Problems()
+        problems.add(str(error))
+        if error.rest is not None:
+            if "env" not in error.sections:
+                with problems.gathered():
+                    environment_processes.check(error.rest.config)
+            with problems.gathered(), contextlib.suppress(MissingPackage):
+                _look_at_named(error.rest, error.sections)
+        raise ConfigError("\n".join(problems)) from error
+
+
 def look(loaded: Loaded) -> list[str]:
-    """Return warnings about what the configuration names. Raises `ConfigError` with one line per problem, each with its place in its
+    """Return warnings about what the configuration names. Raises `ConfigError` with everything that is wrong, each with its place in its
     file, or for a shell in which no run can work, and `MissingPackage` if the trainer's packages are not installed."""
     shell.check()
+    config = loaded.config
+    warnings = [*config.warnings, *_unused(loaded), *_look_at_named(loaded)]
+    path = config.security.credentials
+    # `up` makes the file if it doesn't exist
+    credentials = load_credentials(config) if path is not None and Path(path).exists() else None
+    return warnings + asyncio.run(_unreachable(config, credentials))
+
+
+def _look_at_named(loaded: Loaded, without: Collection[str] = ()) -> list[str]:
+    """Return warnings about models, tokenizers, metrics and data. Those that the sections in `without` name are left out."""
     named_by_data = load_entry_point("headrace.tools", "look", "trainer")
     config = loaded.config
-    warnings = [*config.warnings, *_unused(loaded)]
-    problems, reported = [], set[str]()
+    problems, warnings, reported = Problems(), [], set[str]()
     named = [(model_is_here, *each) for each in config.models.items()]
     named += [(tokenizer_is_here, *each) for each in _tokenizers(config).items()]
     for is_here, key, name in named:
-        if key in reported:
+        if key in reported or key.partition(".")[0] in without:
             continue
         origin = loaded.origin(tuple(key.split(".")))
         try:
@@ -48,15 +76,22 @@ def look(loaded: Loaded) -> list[str]:
                 )
         except ServiceError as error:
             reported.add(key)
-            problems.append(f"{error}{origin}")
-    problems += [f"{message}{loaded.origin(keys)}" for keys, message in named_by_data(config)]
-    problems += _templates(loaded)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    path = config.security.credentials
-    # `up` makes the file if it doesn't exist
-    credentials = load_credentials(config) if path is not None and Path(path).exists() else None
-    return warnings + asyncio.run(_unreachable(config, credentials))
+            problems.add(f"{error}{origin}")
+    if "data" not in without:
+        with problems.gathered():
+            for keys, message in named_by_data(config):
+                head, *more = message.split("\n")
+                problems.add("\n".join([f"{head}{loaded.origin(keys)}", *more]))
+    if "env" not in without:
+        for message in _check_templates(loaded):
+            problems.add(message)
+    if config.checkpointing.store is not None and "checkpointing" not in without:
+        try:
+            warnings += _look_at_store(config, config.checkpointing.store)
+        except MissingPackage as error:
+            problems.add(f"{error}{loaded.origin(('checkpointing', 'store'))}")
+    problems.tell()
+    return warnings
 
 
 def _unused(loaded: Loaded) -> list[str]:
@@ -65,17 +100,30 @@ def _unused(loaded: Loaded) -> list[str]:
     path = loaded.path
     if path is None or (path.name == SAVED and (path.resolve().parent / RECORD).exists()):
         return []
-    origins = {name: loaded.origin(("env", name)) for name in loaded.config.unused_environments}
     return [
         f"env.{name} is never used: no data set names it (env_name), and no environment that one names does; correct its name, or leave it "
-        f"out{origin}"
-        for name, origin in origins.items()
-        if not origin.startswith(" (") or origin.startswith((f" ({path}", f" ({COMMAND_LINE}"))
+        f"out{loaded.origin(('env', name))}"
+        for name in loaded.config.unused_environments
+        if loaded.is_own(("env", name))
     ]
 
 
-def _templates(loaded: Loaded) -> list[str]:
+def _look_at_store(config: Config, url: str) -> list[str]:
+    """Return what is wrong with the store of checkpoints, as far as this machine may use it. Raises `MissingPackage`."""
+    check_package(url)
+    try:
+        store = None if config.run.id is None else RunStore.of(config, patient=False)
+        if store is not None:
+            store.try_out()
+    except ServiceError as error:
+        return [str(error)]
+    return []
+
+
+def _check_templates(loaded: Loaded) -> list[str]:
     """Return a line for each template of a judge that fails."""
+    from headrace.env import judge_template  # Jinja is no package of the light installation
+
     problems = []
     for name, env in loaded.config.env.items():
         if isinstance(env, LLMJudgeConfig):

@@ -1,4 +1,4 @@
-"""A run as the command line sees it: its id, its folder (with the resolved configuration and a lock), its ports, and its buffer."""
+"""A run as the command line sees it: its id, its folder (with the resolved configuration and a lock), and the addresses of its pages."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import difflib
 import fcntl
 import os
 import re
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from headrace.base.addresses import LOOPBACK, replace_wildcard, with_port
-from headrace.base.errors import ConfigError, PortTaken, ReplayUnavailable, ServiceError
+from headrace.base.addresses import replace_wildcard, with_port
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import cannot_write, is_locked
 from headrace.config import Config, load
 from headrace.config.compare import diff, digest
-from headrace.config.environments import CommandConfig
 from headrace.config.yaml_text import dump
-from headrace.launch.entry_points import load_entry_point
+from headrace.launch.ports import list_chosen
 from headrace.net import credentials
 from headrace.net.http_access import new_code
-from headrace.net.service import bind, reserve
-from headrace.replay import ReplayClient
 from headrace.run.checkpoints import find_published
 from headrace.run.folder import SAVED, resume_hint
 from headrace.run.folder import load_saved as read_saved
@@ -33,8 +28,6 @@ from headrace.run.history import RECORD, RUN_LOCK, recorded
 from headrace.run.journal import JOURNAL, read_bytes, read_journal
 from headrace.run.start import START
 
-_CONNECT_S = 3.0
-_PORT_TRIES = 5
 _SHOWN_RUNS = 5  # in an error
 
 
@@ -77,7 +70,7 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     changes = [
         change
         for change in diff(before, config)
-        if change.key not in _chosen(config)
+        if change.key not in list_chosen(config)
         and not _is_same_path(change.before, change.after)
         and not (change.key == "run.from_environment" and change.before is None)
     ]
@@ -229,7 +222,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def locked(config: Config) -> Iterator[None]:
+def lock(config: Config) -> Iterator[None]:
     """Hold the run's lock. If the folder contains nothing else at the end, it is removed. Raises `ServiceError` if another process holds
     the lock."""
     folder = config.run_folder
@@ -291,187 +284,6 @@ def unsupervised(config: Config, given: Path) -> Iterator[None]:
                 raise cannot_write(saved, error) from error
         with recorded(config.run_folder, SystemExit):
             yield
-
-
-# The ports that the services of a run must know of each other; the other services choose their own.
-_KNOWN = ("replay.redis_port", "replay.port", "reward.port", "reward.http_port", "trainer.port", "page.port")
-
-
-def _listeners(config: Config) -> dict[str, tuple[str, int]]:
-    """Return, by key, the host and port of each listener of a run on this machine."""
-    found = {
-        "replay.port": (config.replay.host, config.replay.port),
-        "reward.port": (config.reward.host, config.reward.port),
-        "reward.http_port": (config.reward.host, config.reward.http_port),
-        "rollout.port": (config.rollout.host, config.rollout.port),
-        "trainer.port": (config.trainer.host, config.trainer.port),
-        "weight_channel.port": (config.weight_channel.host or LOOPBACK, config.weight_channel.port),
-    }
-    if config.page.port is not None:
-        found["page.port"] = config.page.host, config.page.port
-    if not config.replay.redis_url:
-        found["replay.redis_port"] = config.replay.redis_host, config.replay.redis_port
-    if config.has_episodes:
-        found["agents.port"] = config.agents.host, config.agents.port
-        found["agents.http_port"] = config.agents.host, config.agents.http_port
-    return found | {f"env.{name}.port": (LOOPBACK, env.port) for name, env in config.started.items()}
-
-
-def _chosen(config: Config) -> list[str]:
-    """Return the ports that `up` chooses: those that are 0, or were not given. A service that is started alone uses the default for the
-    latter."""
-    found = [f"env.{name}.port" for name, env in config.started.items() if env.port == 0]
-    for key in _KNOWN:
-        if key == "page.port" and config.page.port is None:
-            continue
-        section, _, name = key.partition(".")
-        own = getattr(config, section)
-        if getattr(own, name) == 0 or section not in config.model_fields_set or name not in own.model_fields_set:
-            found.append(key)
-    return found
-
-
-def keys_of_a_copy(config: Config) -> dict[str, None]:
-    """Return the keys that a copy of the run, under another name, must not share with it, for removal: its ports, and credentials."""
-    ports = dict.fromkeys(key for key in _listeners(config))
-    own = Path(config.security.credentials or "").parent.absolute() == config.run_folder.absolute()
-    return ports | (dict.fromkeys(["security.credentials"]) if own else {})
-
-
-def busy_ports(config: Config) -> list[str]:
-    """Return a line for each configured port that is in use."""
-    lines, chosen = [], _chosen(config)
-    for key, (host, port) in _listeners(config).items():
-        if port and key not in chosen:
-            try:
-                bind(host, port, key).close()
-            except ServiceError as error:
-                lines.append(f"{error}{_holder(port)}")
-    return lines
-
-
-@contextlib.contextmanager
-def settled_ports(config: Config) -> Iterator[tuple[Config, dict[str, socket.socket]]]:
-    """Check that the configured ports are free, and choose free ones for the others that services need to know of each other. They stay
-    reserved while the context is open, so that no other process gets one before its service listens, or while it is restarted. Also yields
-    the sockets that reserve them, by key: only a process that inherits one can listen on its port.
-
-    Raises `ServiceError` naming the key of a busy port and the process that uses it, `ConfigError` if several replicas would share a
-    port.
-    """
-    if config.rollout.port and config.rollout.replicas > 1:
-        raise ConfigError(
-            f"rollout.port {config.rollout.port} with rollout.replicas {config.rollout.replicas}: "
-            "each replica needs its own port; set rollout.port to 0"
-        )
-    for key, port in (("agents.port", config.agents.port), ("agents.http_port", config.agents.http_port)):
-        if port and config.agents.runners > 1:
-            raise ConfigError(
-                f"{key} {port} with agents.runners {config.agents.runners}: each runner needs its own port; set {key} to 0"
-            )
-    chosen, settled, environments = _chosen(config), dict[str, dict[str, int]](), dict(config.env)
-    reserved: dict[str, socket.socket] = {}
-    # a user's program doesn't know what it inherits
-    of_programs = {f"env.{name}.port" for name, env in config.env.items() if isinstance(env, CommandConfig)}
-    with contextlib.ExitStack() as checked, contextlib.ExitStack() as held:
-        for key, (host, port) in _listeners(config).items():
-            if not port and key not in chosen:
-                continue
-            try:
-                if key in chosen and key not in of_programs:
-                    sock = reserved[key] = held.enter_context(reserve(host, key))
-                else:
-                    sock = checked.enter_context(bind(host, port, key))
-            except ServiceError as error:
-                raise ServiceError(f"{error}{_holder(port)}") from error
-            section, _, name = key.partition(".")
-            bound = int(sock.getsockname()[1])
-            if section == "env":
-                name = name.removesuffix(".port")
-                environments[name] = config.env[name].model_copy(update={"port": bound})
-            elif key in _KNOWN:
-                settled.setdefault(section, {})[name] = bound
-        sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
-        checked.close()
-        yield config.model_copy(update={**sections, "env": environments}), reserved
-
-
-def _holder(port: int) -> str:
-    """Describe the process that listens on `port`, as the end of a message; empty if this user can't see it."""
-    import psutil  # needed only for this message
-
-    from headrace.net.listeners import listener, saved_config
-
-    process = listener(port)
-    if process is None:
-        return ""
-    if saved := saved_config(process):
-        return f"; process {process.pid} has it, of run {saved.parent.name} in {saved.parent}"
-    try:
-        return f"; process {process.pid} has it ({' '.join(process.cmdline()):.80})"
-    except psutil.Error:  # it has ended meanwhile, or belongs to another user
-        return f"; process {process.pid} has it"
-
-
-@contextlib.asynccontextmanager
-async def open_buffer(config: Config, role: str = "reader") -> AsyncIterator[ReplayClient]:
-    """Open a client of the run's buffer, whether the run is up or not. With `role` "operator" the client may also change the buffer.
-
-    If the run is down, its embedded server is started from the append-only file while the context is open; the run can't be started
-    meanwhile. Raises `ReplayUnavailable` if neither a server nor a file exists, `ServiceError` while another process starts the run, or if
-    another build of the buffer wrote the file.
-    """
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            if not may_be_up(config):
-                raise ReplayUnavailable("no process of the run is alive")
-            client = await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=0.0)
-        except ReplayUnavailable:
-            client = await _start_embedded(config, role, stack)
-        stack.push_async_callback(client.aclose)
-        yield client
-
-
-async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExitStack) -> ReplayClient:
-    folder = config.run_folder / "replay"
-    if config.replay.redis_url is not None or not folder.is_dir():
-        try:
-            return await ReplayClient.connect(credentials.buffer_url(config, role), config.run.id, timeout_s=_CONNECT_S)
-        except ReplayUnavailable as error:
-            if config.replay.redis_url is not None:
-                raise
-            address = with_port(config.replay.redis_host, config.replay.redis_port)
-            raise ReplayUnavailable(
-                f"run {config.run.id} is not up: its buffer can't be reached at {address}, and its folder {folder} doesn't exist. "
-                f"To start the run: {resume_hint(config)}"
-            ) from error
-    make: Any = load_entry_point("headrace.tools", "embedded-server", extra="replay")
-    stack.enter_context(locked(config))
-    server = await _start_on_a_free_port(lambda port: make.of(config, LOOPBACK, port))
-    stack.push_async_callback(server.stop)
-    try:
-        moved = config.replay.model_copy(update={"redis_host": LOOPBACK, "redis_port": server.port})
-        url = credentials.buffer_url(config.model_copy(update={"replay": moved}), role)
-        return await ReplayClient.connect(url, config.run.id, timeout_s=0.0)
-    except ReplayUnavailable as error:
-        raise ServiceError(
-            f"{folder} holds no buffer of run {config.run.id} that this version can read ({error}). Look at it with the version that the "
-            f"run was last up with, or continue the run with this one: {resume_hint(config)}"
-        ) from error
-
-
-async def _start_on_a_free_port(make: Callable[[int], Any]) -> Any:
-    """Start an embedded server, not on the configured port, where another run may be up. It takes the number of a port, and no socket, so
-    another process may get the port first. Then another port is chosen. Raises `ServiceError`."""
-    for _ in range(_PORT_TRIES):
-        with bind(LOOPBACK, 0, "replay.redis_port") as free:
-            server = make(free.getsockname()[1])
-        with contextlib.suppress(PortTaken):
-            await server.start()
-            return server
-    raise ServiceError(
-        f"other processes took {_PORT_TRIES} free ports of {LOOPBACK} one after the other before the run's buffer could listen; try again"
-    )
 
 
 def page_address(config: Config, run: str | None = None) -> str:

@@ -5,7 +5,7 @@ the buffer. The same holds for the spans in which others begin (the root, the le
 message goes, the context travels as W3C's `traceparent`: to environments and programs, and to the replicas that agents call.
 
 Spans are sent by OpenTelemetry's batch processor, on a thread that begins with the first span (a replica's engine is forked before). Its
-queue is bounded, and a collector that is away costs spans, never time of the run. Without `telemetry.enabled` a span costs a check.
+queue is bounded, and a collector that is away costs spans, never time of the run. Without `telemetry.enabled` a span costs microseconds.
 
 Attributes are ids, counts, versions and states. What a model, a data set or an environment wrote is in none of them.
 """
@@ -46,57 +46,57 @@ _PROCESSOR = "opentelemetry.sdk._shared_internal"
 Value = str | bool | int | float | Sequence[str]
 
 
-class SpanId(NamedTuple):
+class SpanContext(NamedTuple):
     """Which span of which trace."""
 
     trace: int
     span: int
 
     @staticmethod
-    def derive(*parts: str | int) -> SpanId:
+    def derive(*parts: str | int) -> SpanContext:
         """Return the root of the trace that these names stand for."""
         digest = hashlib.sha256("\0".join(map(str, parts)).encode(errors="surrogatepass")).digest()
-        return SpanId(int.from_bytes(digest[:16]), int.from_bytes(digest[16:24]))
+        return SpanContext(int.from_bytes(digest[:16]), int.from_bytes(digest[16:24]))
 
-    def child(self, *parts: str | int) -> SpanId:
+    def child(self, *parts: str | int) -> SpanContext:
         """Return the span that these names stand for in the same trace."""
-        return SpanId(self.trace, SpanId.derive(self.trace, *parts).span)
+        return SpanContext(self.trace, SpanContext.derive(self.trace, *parts).span)
 
-    def fresh(self) -> SpanId:
+    def fresh(self) -> SpanContext:
         """Return a span of the same trace that nobody else knows."""
-        return SpanId(self.trace, secrets.randbits(64) or 1)
+        return SpanContext(self.trace, secrets.randbits(64) or 1)
 
     @property
     def traceparent(self) -> str:
         return f"00-{self.trace:032x}-{self.span:016x}-01"
 
     @staticmethod
-    def parse(traceparent: str) -> SpanId | None:
+    def parse(traceparent: str) -> SpanContext | None:
         """Return the span of a W3C `traceparent`; None if it is no valid one, or is not sampled."""
         found = _FORM.fullmatch(traceparent)
         if found is None or found[0].startswith("ff") or not int(found[3], 16) & 1:
             return None
         trace, span = int(found[1], 16), int(found[2], 16)
-        return SpanId(trace, span) if trace and span else None
+        return SpanContext(trace, span) if trace and span else None
 
 
-def group_span(run: str, group: str) -> SpanId:
+def group_span(run: str, group: str) -> SpanContext:
     """Return the root of a group's trace."""
-    return SpanId.derive("headrace group", run, group)
+    return SpanContext.derive("headrace group", run, group)
 
 
-def lease_span(run: str, group: str, attempt: int, holder: str) -> SpanId:
+def lease_span(run: str, group: str, attempt: int, holder: str) -> SpanContext:
     """Return the span of the lease under which `holder`, as the buffer names it, generates an attempt at a group. Another holder may go on
     with the same attempt."""
     return group_span(run, group).child("lease", attempt, holder)
 
 
-def step_span(run: str, timeline: str, step: int) -> SpanId:
+def step_span(run: str, timeline: str, step: int) -> SpanContext:
     """Return the root of the trace of a trainer step, which begins with the refit to its version."""
-    return SpanId.derive("headrace step", run, timeline, step)
+    return SpanContext.derive("headrace step", run, timeline, step)
 
 
-def epoch_span(run: str, timeline: str, step: int, epoch: str) -> SpanId:
+def epoch_span(run: str, timeline: str, step: int, epoch: str) -> SpanContext:
     """Return the span of a membership epoch, in which its members receive weights."""
     return step_span(run, timeline, step).child("epoch", epoch)
 
@@ -105,12 +105,12 @@ class EndedSpan(NamedTuple):
     """A span that is over. `error` is the type of what ended it, not its text."""
 
     name: str
-    id: SpanId
-    parent: SpanId | None
+    id: SpanContext
+    parent: SpanContext | None
     began_ns: int
     ended_ns: int
     attributes: Mapping[str, Value]
-    links: Sequence[SpanId] = ()
+    links: Sequence[SpanContext] = ()
     error: str | None = None
 
 
@@ -118,7 +118,12 @@ class Span:
     """A span that is under way in a `with` block, and the parent of spans that begin there. One that ends by an exception has its type."""
 
     def __init__(
-        self, name: str, parent: SpanId | None, at: SpanId, links: Sequence[SpanId], attributes: Mapping[str, Value]
+        self,
+        name: str,
+        parent: SpanContext | None,
+        at: SpanContext,
+        links: Sequence[SpanContext],
+        attributes: Mapping[str, Value],
     ) -> None:
         self.name, self.parent, self.id = name, parent, at
         self.links, self.attributes = links, dict(attributes)
@@ -147,7 +152,7 @@ class _NoSpan(Span):
     """What a span is while nothing is traced."""
 
     def __init__(self) -> None:
-        super().__init__("", None, SpanId(0, 0), (), {})
+        super().__init__("", None, SpanContext(0, 0), (), {})
 
     @property
     def traceparent(self) -> str:
@@ -169,9 +174,9 @@ _current: contextvars.ContextVar[Span] = contextvars.ContextVar("headrace_span",
 
 def span(
     name: str,
-    parent: SpanId | None = None,
+    parent: SpanContext | None = None,
     *,
-    links: Sequence[SpanId] = (),
+    links: Sequence[SpanContext] = (),
     attributes: Mapping[str, Value] | None = None,
 ) -> Span:
     """Return a span for a `with` block. Its parent is `parent`, or else the current span; without either, nothing is traced."""
@@ -217,7 +222,7 @@ def is_on() -> bool:
 def handed_over(traceparent: str, group: str) -> Iterator[None]:
     """While the context is open, OpenTelemetry's current span is this one, and its baggage has the group: spans that a user's code begins
     continue the trace, if its process exports any."""
-    if SpanId.parse(traceparent) is None:
+    if SpanContext.parse(traceparent) is None:
         yield
         return
     try:
@@ -248,7 +253,7 @@ class _Tracer:
         self._lock = threading.Lock()
         self._export: _Export | None = None
 
-    def samples(self, at: SpanId) -> bool:
+    def samples(self, at: SpanContext) -> bool:
         """Return whether a trace is exported: as all services decide, by its id (as OpenTelemetry's `TraceIdRatioBased` does)."""
         return at.trace & (2**64 - 1) < self._bound
 
@@ -303,7 +308,7 @@ class _Export:
         closing.start()
         closing.join(_CLOSE_S)
 
-    def _context(self, at: SpanId) -> Any:
+    def _context(self, at: SpanContext) -> Any:
         return self._trace.SpanContext(at.trace, at.span, is_remote=False, trace_flags=self._trace.TraceFlags(1))
 
 

@@ -1,9 +1,11 @@
-"""What the API of the page answers, for its OpenAPI description. Numbers that are not finite are null. Times are Unix seconds."""
+"""What the API of the page answers: its OpenAPI description, and its encoding. Numbers that are not finite are null. Times are Unix
+seconds."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -285,7 +287,7 @@ class Tokens(Answer):
 class Bar(Answer):
     start: float = Field(description="when it began")
     end: float = Field(description="when it ended")
-    what: str = Field(description="what it is; `several` for merged ones of several kinds")
+    what: str = Field(description="what it is; of merged ones, what most of their time is")
     version: int | None = Field(description="of which weights")
     step: int | None = Field(description="of which step")
     group: str | None = Field(description="of which group")
@@ -368,3 +370,22 @@ class View(Answer):
 
 class Shown(Answer):
     pages: int = Field(description="pages that were told")
+
+
+def encode(answer: Any) -> bytes:
+    """Return an answer as JSON. What is no UTF-8 in texts is replaced; numbers that are not finite are null."""
+    try:
+        return msgspec.json.encode(answer)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_mend(msgspec.to_builtins(answer)))
+
+
+def _mend(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_mend(key): _mend(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [_mend(inner) for inner in value]
+    return value

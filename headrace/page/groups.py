@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,15 +19,17 @@ from headrace.page.run_files import NotHere, RunFiles, check_file
 from headrace.records.group_event import GroupEvent
 from headrace.records.origin import GroupLineage, Origin
 from headrace.records.trajectory import Message
-from headrace.run import group_files
-from headrace.run.group_history import GroupHistory
-from headrace.run.group_query import SHOWN, GroupQuery, GroupStory, GroupSummary
+from headrace.run import group_rewards
+from headrace.run.group_query import NO_BOUND, SHOWN, GroupQuery, GroupStory, GroupSummary
 from headrace.run.group_record import State
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
-from headrace.run.samples import FAILED_BYTES, Kind, SampleFiles, find_expected, read_group, write_prompt, write_size
+from headrace.run.sample_files import FAILED_BYTES, Kind, SampleFiles, read_group, write_size
+from headrace.run.samples import find_expected, write_prompt
 
+# Prompts with a text, of which the groups are found: counting and sorting those of more takes seconds.
+MOST_TEXTS = 10_000
 # Newest steps whose lineage is read, of a run without a history of groups.
 OLD_STEPS = 300
 WITHOUT_HISTORY = (
@@ -63,10 +64,13 @@ class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_groups(run: RunFiles, query: GroupQuery) -> dict[str, Any]:
     """Return the groups that `query` finds, and how many there are by state. Raises `ConfigError` without pyarrow."""
-    history = _history(run)
+    history, problems = run.indexing.history()
     if history is not None:
+        query = dataclasses.replace(query, most_texts=MOST_TEXTS if query.text else NO_BOUND)
         total, found = history.find(query)
-        states, lost, problems = history.states(query), history.lost(), history.damaged
+        states, lost, problems = history.states(query), history.lost(), [*problems, *history.damaged]
+        if history.has_more_texts(query):
+            problems.append(f"more than {MOST_TEXTS:,} prompts have this text; only groups of the first are shown")
     else:
         known, problems = _old_groups(run)
         among = [group for group in known if _matches(group, dataclasses.replace(query, states=()))]
@@ -83,10 +87,11 @@ def count_groups(run: RunFiles, state: Now | None) -> tuple[dict[str, int], list
     problems: list[str] = []
     counts: dict[str, int] = {}
     try:
-        if (history := _history(run)) is not None:
+        history, problems = run.indexing.history()
+        if history is not None:
             counts = dict.fromkeys(get_args(State), 0) | history.states(GroupQuery(lane="train"))
             counts["evaluated"] = history.states(GroupQuery(lane="validation")).get("evaluated", 0)
-            problems = history.damaged
+            problems += history.damaged
     except HeadraceError as error:
         problems = [str(error)]
     if state is not None and (run.history.state == "running" or not counts):
@@ -106,12 +111,6 @@ def describe_group(group: GroupSummary) -> dict[str, Any]:
     fields = dataclasses.asdict(group)
     fields["source"] = None if group.source is None else {"file": group.source.file, "line": group.source.line}
     return fields
-
-
-def _history(run: RunFiles) -> GroupHistory | None:
-    """Return the history of groups; None if an older build has written none."""
-    folder = run.folder / group_files.FOLDER
-    return GroupHistory(folder) if group_files.list_files(folder) else None
 
 
 # -- one group
@@ -144,11 +143,12 @@ def describe_story(run: RunFiles, group_id: str) -> dict[str, Any]:
 
 def find_story(run: RunFiles, group_id: str) -> tuple[GroupStory, list[str]]:
     """Return the story of a group, and what could not be read. Raises `NotHere`."""
-    history = _history(run)
+    history, problems = run.indexing.history()
     if history is not None:
+        problems = [*problems, *history.damaged]
         if (story := history.story(group_id)) is not None:
-            return story, history.damaged
-        known, problems = list[GroupSummary](), history.damaged
+            return story, problems
+        known = list[GroupSummary]()
     else:
         known, problems = _old_groups(run)
     ordered = _sort(known, "order")
@@ -206,8 +206,16 @@ def say(event: GroupEvent) -> str:
         case "scored":
             reward = "without a reward" if event.reward is None else f"with reward {event.reward:.6g}"
             return f"{which} was scored {reward}{because}"
-        case "reserved" | "trained" | "evaluated":
-            return f"{event.what}{step}"
+        case "scoring":
+            return "every trajectory is there, and waits for its score"
+        case "ready":
+            return "every trajectory has a score: the group is ready"
+        case "trained":
+            return f"trained{step.replace('for', 'in', 1)}"
+        case "evaluated":
+            return "evaluated" if event.step is None else f"evaluated version {event.step}"
+        case "reserved":
+            return f"reserved{step}"
         case "rewound" | "restored":
             version = "" if event.version is None else f" to version {event.version}"
             return f"the run was {event.what}{version}"
@@ -372,8 +380,6 @@ def _all_heads(path: Path) -> Iterator[SampleHead]:
 def _old_group(group: GroupLineage, prompts: Mapping[str, str], time: float | None) -> GroupSummary:
     origins = group.trajectories
     rewards = tuple(origin.reward for origin in origins)
-    known = [reward for reward in rewards if reward is not None]
-    whole = bool(known) and len(known) == len(rewards)
     versions = [part.version for origin in origins for part in origin.ranges]
     oldest = min(versions, default=None)
     return GroupSummary(
@@ -394,8 +400,8 @@ def _old_group(group: GroupLineage, prompts: Mapping[str, str], time: float | No
         replicas=tuple(sorted({part.replica for origin in origins for part in origin.ranges})),
         build=next((origin.build for origin in origins if origin.build), None),
         rewards=rewards,
-        mean=statistics.fmean(known) if whole else None,
-        spread=statistics.pstdev(known) if whole else None,
+        mean=group_rewards.mean(rewards),
+        spread=group_rewards.spread(rewards),
         tokens=tuple(origin.tokens for origin in origins),
         oldest_version=oldest,
         newest_version=max(versions, default=None),

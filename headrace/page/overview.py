@@ -22,6 +22,7 @@ from headrace.run.headlines import ALARMS, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Kind, Line
 from headrace.run.now import NOW, Now
+from headrace.run.object_store import STATUS, list_problems
 
 STEPS = 500  # points of the curve of a step's parts
 _NEWEST_ALARMS = 100
@@ -42,7 +43,7 @@ def describe(run: RunFiles, window: Window = "10") -> dict[str, Any]:
     problems += of_groups
     checkpoints: list[dict[str, Any]] = []
     try:
-        problems += _set_aside(past.config.checkpoint_folder)
+        problems += _of_checkpoints(past.config.checkpoint_folder)
         checkpoints = _checkpoints(past)
     except HeadraceError as error:
         problems.append(str(error))
@@ -138,11 +139,12 @@ def _alarms(run: RunFiles) -> list[dict[str, Any]]:
     return sorted(found, key=lambda alarm: alarm["step"])[-_NEWEST_ALARMS:]
 
 
-def _set_aside(folder: Path) -> list[str]:
-    """Return a line about each damaged checkpoint. Raises `CodecError` for a reason that no trainer wrote."""
-    for reason in folder.glob(f"*/{DAMAGE}"):
+def _of_checkpoints(folder: Path) -> list[str]:
+    """Return a line about each damaged checkpoint, and about those that do not reach the store. Raises `CodecError` for a reason that no
+    trainer wrote."""
+    for reason in (*folder.glob(f"*/{DAMAGE}"), *folder.glob(STATUS)):
         check_file(reason, folder, _LARGEST_DAMAGE)
-    return list_set_aside(folder)
+    return [*list_set_aside(folder), *list_problems(folder)]
 
 
 def _checkpoints(past: RunHistory) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.config import Config
+from headrace.page.indexing import Indexing
 from headrace.page.metric_table import MetricRow, MetricTable
 from headrace.run import history, start
 from headrace.run.collapse import Collapse, CollapseDetector
@@ -57,8 +58,17 @@ def check_file(path: Path, within: Path, most: int | None = None) -> Path:
     return path
 
 
+def written(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file does; None if it doesn't exist."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class MetricColumns:
     """The surviving lines of one kind, in their order: their steps, and their rows in the table."""
 
     table: MetricTable
@@ -152,13 +162,13 @@ class RunJournal:
         self._watched = len(self.lines)
         self.columns = self._make_columns()
 
-    def _make_columns(self) -> dict[Kind, Columns]:
+    def _make_columns(self) -> dict[Kind, MetricColumns]:
         found = {}
         for kind in _KINDS:
             own = [line for line in self.lines if line.kind == kind]
             rows = [line.metrics.row for line in own if isinstance(line.metrics, MetricRow)]
             steps = np.array([line.step for line in own], dtype=np.int64)
-            found[kind] = Columns(self._tables[kind], steps, np.array(rows, dtype=np.int64))
+            found[kind] = MetricColumns(self._tables[kind], steps, np.array(rows, dtype=np.int64))
         return found
 
 
@@ -169,6 +179,7 @@ class RunFiles:
         self.folder = folder
         self.lock = threading.RLock()
         self._clock = clock
+        self.indexing = Indexing(folder)
         self._journal = RunJournal(folder / JOURNAL)
         self._config: tuple[object, Config | HeadraceError] | None = None
         self._history: tuple[float, RunHistory] | None = None

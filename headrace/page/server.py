@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -102,7 +101,7 @@ class _Answering:
         def compute() -> bytes:
             began = time.monotonic()
             try:
-                return encode(work(self._runs))
+                return answers.encode(work(self._runs))
             finally:
                 if time.monotonic() - began > _LONG_S:
                     release_memory()
@@ -130,25 +129,6 @@ class _Answering:
             return await self.of_folder(locked)
 
 
-def encode(answer: Any) -> bytes:
-    """Return an answer as JSON. What is no UTF-8 in texts is replaced; numbers that are not finite are null."""
-    try:
-        return msgspec.json.encode(answer)
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_mend(msgspec.to_builtins(answer)))
-
-
-def _mend(value: Any) -> Any:
-    match value:
-        case str():
-            return value.encode(errors="backslashreplace").decode()
-        case dict():
-            return {_mend(key): _mend(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_mend(inner) for inner in value]
-    return value
-
-
 class _Headers:
     """ASGI middleware that adds the page's headers to every answer."""
 
@@ -168,7 +148,7 @@ class _Headers:
 def _answer_errors(app: FastAPI) -> None:
     def answer(status: int, say: Callable[[Any], str] = str) -> Any:
         async def handler(_: Request, error: Exception) -> Response:
-            return Response(encode({"detail": say(error)}), status, media_type="application/json")
+            return Response(answers.encode({"detail": say(error)}), status, media_type="application/json")
 
         return handler
 

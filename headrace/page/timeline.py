@@ -1,7 +1,7 @@
 """Who did what when: the trainer's steps from the journal; generation by replica and scoring by environment from the events of groups.
 
-A lane has at most `MOST_BARS` bars. Of more, the longest half stays, and the others are merged with their neighbours. Until then bars are
-columns: a long run has hundreds of thousands, and only those that are shown become objects.
+A lane has at most `MOST_BARS` bars. Of more, those that can be told apart in a drawing stay, and the others are merged with their
+neighbours. Until then bars are columns: a long run has hundreds of thousands, and only those that are shown become objects.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError, HeadraceError
-from headrace.page.run_files import RunFiles
+from headrace.page.answers import encode
+from headrace.page.run_files import RunFiles, written
 from headrace.run import group_files
 from headrace.run.findings import PARTS, REST, TOTAL
 
@@ -64,44 +66,50 @@ class Bars:
     def __len__(self) -> int:
         return len(self.start)
 
-    def show(self, place: int) -> dict[str, Any]:
-        """Return the bar at a place as it is sent."""
-        return {
-            "start": float(self.start[place]),
-            "end": float(self.end[place]),
-            "what": self.kinds[self.what[place]],
-            **{name: self._name(name, int(column[place])) for name, column in self._columns},
-            "text": self.say(place),
-        }
-
-    def merge(self, places: Ints, cuts: Ints) -> Iterator[dict[str, Any]]:
-        """Yield a bar for those at the places from each cut to the next: what they share, and where they are together."""
-        sizes = np.diff(cuts, append=len(places)).tolist()
-        low = {name: np.minimum.reduceat(column[places], cuts).tolist() for name, column in self._columns}
-        high = {name: np.maximum.reduceat(column[places], cuts).tolist() for name, column in self._columns}
+    def show(self, places: Ints, cuts: Ints) -> Iterator[dict[str, Any]]:
+        """Yield a bar, as it is sent, for those at the places from each cut to the next: where they are together, what most of their time
+        is, and what else they share."""
+        sizes = np.diff(cuts, append=len(places))
         starts = np.minimum.reduceat(self.start[places], cuts).tolist()
         ends = np.maximum.reduceat(self.end[places], cuts).tolist()
-        for number, (cut, size) in enumerate(zip(cuts.tolist(), sizes, strict=True)):
-            if size == 1:
-                yield {**self.show(int(places[cut])), "count": 1}
-                continue
-            kinds = [self.kinds[code] for code in dict.fromkeys(self.what[places[cut : cut + size]].tolist())]
-            shared = {
-                name: self._name(name, least[number]) if least[number] == high[name][number] else None
-                for name, least in low.items()
+        columns = [self._shared(column[places], cuts) for column in (self.version, self.step, self.index, self.group)]
+        for number, (cut, size, kinds, version, step, index, group) in enumerate(
+            zip(cuts.tolist(), sizes.tolist(), self._kinds(places, sizes), *columns, strict=True)
+        ):
+            bar = {
+                "start": starts[number],
+                "end": ends[number],
+                "what": kinds[0],
+                "version": version,
+                "step": step,
+                "group": None if group is None else self.groups[group],
+                "index": index,
             }
-            what = kinds[0] if len(kinds) == 1 else "several"
-            text = f"{size} of {', '.join(kinds)}"
-            yield {"start": starts[number], "end": ends[number], "what": what, **shared, "text": text, "count": size}
+            if size == 1:
+                yield bar | {"text": self.say(int(places[cut]))}
+            else:
+                yield bar | {"text": f"{size} of {', '.join(kinds)}", "count": size}
 
-    @property
-    def _columns(self) -> list[tuple[str, Ints]]:
-        return [(name, getattr(self, name)) for name in ("version", "step", "group", "index")]
+    @staticmethod
+    def _shared(values: Ints, cuts: Ints) -> list[int | None]:
+        """Return the value that those from each cut to the next have, None if they differ or have none."""
+        low, high = np.minimum.reduceat(values, cuts), np.maximum.reduceat(values, cuts)
+        shared = low.astype(object)
+        shared[(low != high) | (low == _NONE)] = None
+        found: list[int | None] = shared.tolist()
+        return found
 
-    def _name(self, column: str, value: int) -> int | str | None:
-        if value == _NONE:
-            return None
-        return self.groups[value] if column == "group" else value
+    def _kinds(self, places: Ints, sizes: Ints) -> Iterator[list[str]]:
+        """Yield the kinds of so many bars at the places, that with the most time first."""
+        if len(self.kinds) == 1:
+            yield from itertools.repeat([self.kinds[0]], len(sizes))
+            return
+        kind = np.repeat(np.arange(len(sizes)), sizes) * len(self.kinds) + self.what[places]
+        shape = len(sizes), len(self.kinds)
+        times = np.bincount(kind, self.end[places] - self.start[places], math.prod(shape)).reshape(shape)
+        counts = np.bincount(kind, minlength=math.prod(shape)).reshape(shape)
+        for of_kinds, order in zip(counts.tolist(), np.argsort(-times, axis=1, kind="stable").tolist(), strict=True):
+            yield [self.kinds[code] for code in order if of_kinds[code]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +119,18 @@ class Lane:
     bars: Bars
 
 
-def describe(run: RunFiles, first: float | None = None, last: float | None = None) -> dict[str, Any]:
+def describe(run: RunFiles, first: float | None = None, last: float | None = None) -> Mapping[str, Any] | msgspec.Raw:
     """Return the lanes between two times, by default those of the whole run, from its first bar on. Raises as `RunFiles.history` does. What
     can't be read is in `problems`."""
+    if first is not None or last is not None:
+        return _describe(run, first, last)
+    # every look at a run begins with its whole timeline
+    files = group_files.list_files(run.folder / group_files.FOLDER)
+    read = [(file.name, written(file.path)) for file in files], run.journal.times, len(run.journal.lines)
+    return run.find_once((__name__, read, run.history.state), lambda: msgspec.Raw(encode(_describe(run))))
+
+
+def _describe(run: RunFiles, first: float | None = None, last: float | None = None) -> dict[str, Any]:
     journal, problems = run.journal, list[str]()
     files = group_files.list_files(run.folder / group_files.FOLDER)
     if last is None:
@@ -146,20 +163,23 @@ def describe(run: RunFiles, first: float | None = None, last: float | None = Non
 
 
 def show(bars: Bars, first: float, last: float, most: int = MOST_BARS) -> list[dict[str, Any]]:
-    """Return at most `most` bars, in the order of their starts. Of more, the longest half are as they are, and the others merged by where
-    they are."""
+    """Return at most `most` bars, in the order of their starts. Of more, those that are longer than a place in the drawing are as they are,
+    at most half of `most`, and the others are merged by their places."""
     if len(bars) <= most:
-        return [bars.show(place) for place in np.lexsort((bars.end, bars.start)).tolist()]
-    by_length = np.argsort(bars.start - bars.end, kind="stable")
-    kept, others = by_length[: most // 2], by_length[most // 2 :]
-    slots = most - len(kept)
-    middle = (bars.start[others] + bars.end[others]) / 2
-    # a lane of instants has no width
-    slot = np.clip((middle - first) / max(last - first, 1e-9) * slots, 0, slots - 1).astype(np.int64)
-    order = np.argsort(slot, kind="stable")
-    others, slot = others[order], slot[order]
-    cuts = np.flatnonzero(np.diff(slot, prepend=_NONE))
-    shown = [*map(bars.show, kept.tolist()), *bars.merge(others, cuts)]
+        kept, others, slot = np.arange(len(bars)), np.array([], np.int64), np.array([], np.int64)
+    else:
+        slots = most - most // 2
+        # a lane of instants has no width
+        width = max(last - first, 1e-9) / slots
+        by_length = np.argsort(bars.start - bars.end, kind="stable")
+        long = min(most // 2, np.count_nonzero(bars.end - bars.start > width))
+        kept, others = by_length[:long], by_length[long:]
+        middle = (bars.start[others] + bars.end[others]) / 2
+        slot = np.clip((middle - first) / width, 0, slots - 1).astype(np.int64)
+        order = np.argsort(slot, kind="stable")
+        others, slot = others[order], slot[order]
+    cuts = np.concatenate([np.arange(len(kept)), len(kept) + np.flatnonzero(np.diff(slot, prepend=_NONE))])
+    shown = bars.show(np.concatenate([kept, others]), cuts) if len(bars) else ()
     return sorted(shown, key=lambda bar: (bar["start"], bar["end"]))
 
 
@@ -239,10 +259,10 @@ class _Events:
         self.time: Floats = columns.numbers("time") / 1000
         self.index, self.newest = columns.numbers("index"), columns.numbers("newest")
         self.reward = columns.floats("reward")
-        self.groups, self.group = columns.texts("group"), columns.codes("group")
-        self.replicas, self.replica = columns.texts("replica"), columns.codes("replica")
-        self.environments, self.environment = columns.texts("environment"), columns.codes("environment")
-        self._whats, self._what = columns.texts("what"), columns.codes("what")
+        self.groups, self.group = columns.texts("group")
+        self.replicas, self.replica = columns.texts("replica")
+        self.environments, self.environment = columns.texts("environment")
+        self._whats, self._what = columns.texts("what")
         # events of the whole run concern nobody's lane
         self._is_shown = self.group != _NONE
         self._is_shown &= ~_find_repeated(inside, [self.index, self._what, self.group, self.time])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from headrace.page.groups import find_story, sample_places, say_unkept
-from headrace.page.run_files import NotHere, RunFiles
-from headrace.run.samples import SampleFiles, view_record
+from headrace.page.run_files import NotHere, RunFiles, written
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import view_record
 
 MOST_TOKENS = 20_000
 
@@ -21,19 +21,8 @@ def describe_trajectory(run: RunFiles, group: str, index: int, first: int = 0, c
     for kind, step in sample_places(run, story.summary):
         # pages ask for a long one window by window; a file of a step is written once
         paths = files.failed_paths if kind == "failed" else (files.path(kind, step),)
-        line = run.find_once(
-            (paths, *map(_written, paths), group, index), partial(files.find, kind, step, group, index)
-        )
+        line = run.find_once((paths, *map(written, paths), group, index), partial(files.find, kind, step, group, index))
         if line is not None:
             return view_record(line, first, count)
     why = say_unkept(run, story.summary)
     raise NotHere(f"trajectory {index} of group {group!r:.100} is in no sample file of run {run.name}: {why}")
-
-
-def _written(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file does; None if it doesn't exist."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_mtime_ns, status.st_size

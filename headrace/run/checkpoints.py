@@ -259,7 +259,7 @@ def write_sums(checkpoint: Path) -> None:
     names = [str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()]
     names.sort(key=lambda name: (name == STATE, name))
     with ThreadPoolExecutor(_HASHING, thread_name_prefix="digests") as threads:
-        sums = threads.map(_sum, [checkpoint / name for name in names])
+        sums = threads.map(digest_of, [checkpoint / name for name in names])
         (checkpoint / SUMS).write_text("".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True)))
 
 
@@ -267,15 +267,11 @@ def find_change(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None
     """Return what is wrong with the first file of a checkpoint whose content is not what `write_sums` found; None if there is none, or no
     `SHA256SUMS`. All files are read; or about the part `share` of `shares` of their bytes."""
     try:
-        lines = (checkpoint / SUMS).read_text().splitlines()
+        sums = read_sums(checkpoint)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        return f"{checkpoint / SUMS} can't be read ({error})"
-    parsed = [_SUM.fullmatch(line) for line in lines]
-    sums = {match[2]: match[1] for match in parsed if match}
-    if len(sums) < len(lines) or [*sums][-1:] != [STATE]:
-        return f"{checkpoint / SUMS} is not what was written"
+    except ServiceError as error:
+        return str(error)
 
     def size(name: str) -> tuple[int, str]:
         try:
@@ -286,7 +282,7 @@ def find_change(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None
     def problem(name: str) -> str | None:
         path = checkpoint / name
         try:
-            whole = _sum(path) == sums[name]
+            whole = digest_of(path) == sums[name]
         except OSError as error:
             return f"{path} can't be read ({error.strerror})"
         return None if whole else f"{path} is not what was written: its SHA-256 differs from that in {SUMS}"
@@ -296,7 +292,24 @@ def find_change(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None
         return next((each for each in found if each is not None), None)
 
 
-def _sum(path: Path) -> str:
+def read_sums(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a checkpoint, as `write_sums` found it. Raises `FileNotFoundError` for one from before the
+    digests, `ServiceError` for anything that `write_sums` did not write."""
+    try:
+        lines = (checkpoint / SUMS).read_text().splitlines()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ServiceError(f"{checkpoint / SUMS} can't be read ({error})") from error
+    parsed = [_SUM.fullmatch(line) for line in lines]
+    sums = {match[2]: match[1] for match in parsed if match}
+    if len(sums) < len(lines) or [*sums][-1:] != [STATE]:
+        raise ServiceError(f"{checkpoint / SUMS} is not what was written")
+    return sums
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises `OSError`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

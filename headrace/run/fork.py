@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import ConfigError, ServiceError
-from headrace.base.files import fsync
+from headrace.base.files import fsync, link_or_copy
 from headrace.config import Config
 from headrace.config.yaml_text import dump_value, parse
 from headrace.run import checkpoints, group_files, prompt_counts
 from headrace.run.checkpoints import STATE, SUMS
 from headrace.run.folder import INPUTS, SAVED
 from headrace.run.history import RECORD, RunRecord
-from headrace.run.journal import JOURNAL, Line, read_journal, surviving
+from headrace.run.journal import JOURNAL, read_journal, surviving, write_line
 from headrace.run.lineage import FOLDER, NAME, LineageFiles
 
 _TRIES = 3
@@ -53,7 +53,7 @@ def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) ->
         unfinished.mkdir(parents=True, mode=0o700)
         retries = _copy_checkpoint(config.checkpoint_folder, version, unfinished / "checkpoints", folder.name)
         _write(unfinished / JOURNAL, b"".join(_journal(config, version, retries)))
-        _copy_groups(config.run_folder / group_files.FOLDER, unfinished / group_files.FOLDER)
+        copy_groups(config.run_folder / group_files.FOLDER, unfinished / group_files.FOLDER)
         if (config.run_folder / prompt_counts.FILE).exists():
             shutil.copyfile(config.run_folder / prompt_counts.FILE, unfinished / prompt_counts.FILE)
         if (config.run_folder / INPUTS).is_dir():  # not linked: they may be edited
@@ -72,7 +72,7 @@ def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) ->
 def _copy_checkpoint(source: Path, version: int, target: Path, run_id: str) -> int:
     """Copy the checkpoint, its chain and its lineage. Returns how many retries of failed groups it knows of."""
     place = checkpoints.path_of(target, version)
-    shutil.copytree(checkpoints.path_of(source, version), place, copy_function=_link)
+    shutil.copytree(checkpoints.path_of(source, version), place, copy_function=link_or_copy)
     state = json.loads((place / STATE).read_bytes()) | {"run_id": run_id}
     (place / STATE).unlink()  # the source's file stays as it is
     data = json.dumps(state).encode()
@@ -88,7 +88,7 @@ def _copy_checkpoint(source: Path, version: int, target: Path, run_id: str) -> i
     (target / FOLDER).mkdir()
     for step, path in LineageFiles(source / FOLDER).files():
         if step < version and NAME.fullmatch(path.name):
-            _link(path, target / FOLDER / path.name)
+            link_or_copy(path, target / FOLDER / path.name)
     return state.get("retries") or 0
 
 
@@ -101,21 +101,17 @@ def _journal(config: Config, version: int, retries: int) -> Iterator[bytes]:
         if line.step < version or (line.kind, line.step) == ("validation", version)
     }
     known = {id(line) for line in [line for line in lines if line.kind == "retry"][:retries]}
-    yield from (_encode(line) for line in lines if id(line) in kept | known)
+    yield from (write_line(line).encode() for line in lines if id(line) in kept | known)
 
 
-def _encode(line: Line) -> bytes:
-    fields = {name: value for name, value in vars(line).items() if value or name not in ("orders", "builds")}
-    return json.dumps(fields).encode() + b"\n"
-
-
-def _copy_groups(source: Path, target: Path) -> None:
+def copy_groups(source: Path, target: Path) -> None:
+    """Make `target` a copy of a folder of what became of every group. Raises `OSError`."""
     for tries in range(_TRIES):
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         try:
             for file in group_files.list_files(source):
-                _link(file.path, target / file.name)
+                link_or_copy(file.path, target / file.name)
         except FileNotFoundError:  # the trainer of the source has merged it with others meanwhile
             if tries == _TRIES - 1:
                 raise
@@ -160,15 +156,6 @@ def _moved(value: Any, source: str, target: str) -> Any:
         return [_moved(inner, source, target) for inner in value]
     is_inside = isinstance(value, str) and value.startswith(f"{source}/")
     return target + value.removeprefix(source) if is_inside else value
-
-
-def _link(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -32,6 +32,7 @@ MOST_BYTES = 64 << 20
 
 # Rows that are written, or turned into Python objects, at a time.
 _PART, _AT_ONCE = 65_536, 4096
+_END_MS = 1 << 62  # after every event
 
 _NAME = re.compile(r"(\d+)_(\d+)-(\d+)_(\d+)-(\d+)\.parquet")
 
@@ -136,10 +137,12 @@ def read_file(path: Path, columns: Collection[str] | None = None) -> Any:
         return file.read(columns=None if columns is None else list(columns))
 
 
-def iterate_events(path: Path, fields: Collection[str]) -> Iterator[GroupEvent]:
-    """Yield the events of a file with these fields of them, holding a few thousand at a time. Raises as `read_file` does."""
+def iterate_events(path: Path, fields: Collection[str], first_ms: int = 0) -> Iterator[GroupEvent]:
+    """Yield the events of a file with these fields of them, holding a few thousand at a time, without most of those before a time in
+    milliseconds. Raises as `read_file` does."""
     with _open(path) as file:
-        for batch in file.iter_batches(_AT_ONCE, columns=list(fields), use_threads=False):
+        parts = _parts(file, (first_ms, _END_MS)) if first_ms else None
+        for batch in file.iter_batches(_AT_ONCE, row_groups=parts, columns=list(fields), use_threads=False):
             yield from _events(batch)
 
 
@@ -166,14 +169,14 @@ def _events(batch: Any) -> Iterator[GroupEvent]:
 
 
 class EventColumns:
-    """Columns of the events in a range of time, as arrays of a few bytes an event, each of which is taken once. `codes` has the place of
-    each text in `texts`; -1 (in `floats` NaN) stands for null."""
+    """Columns of the events in a range of time, as arrays of a few bytes an event, each of which is taken once. -1 (in `floats`
+    NaN) stands for null."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = list(names)
         self.count = 0
-        self._texts: dict[str, dict[str, int]] = {name: {} for name in names if COLUMNS[name] == "string"}
-        self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+        self._texts = [name for name in names if COLUMNS[name] == "string"]
+        self._parts: dict[str, list[Any]] = {name: [] for name in names}
 
     def read(self, path: Path, span: tuple[int, int], most: int) -> bool:
         """Add the events of a file between two times in milliseconds, in parts, before those that were added. Returns False once there are
@@ -190,21 +193,23 @@ class EventColumns:
         for name, parts in self._parts.items():
             column = table[name].combine_chunks()
             if name in self._texts:
-                known = self._texts[name]
-                codes = [known.setdefault(text, len(known)) for text in column.dictionary.to_pylist()]
-                # null's -1 is the last place
-                parts.append(np.array([*codes, -1], dtype=np.int32)[column.indices.fill_null(-1).to_numpy()])
+                parts.append(column)
             elif COLUMNS[name] == "double":
                 parts.append(column.to_numpy(zero_copy_only=False).astype(np.float32))
+            elif COLUMNS[name] == "timestamp":
+                parts.append(column.cast("int64").fill_null(-1).to_numpy())
             else:
-                kind = "int64" if COLUMNS[name] == "timestamp" else "int32"
-                parts.append(column.cast("int64").fill_null(-1).to_numpy().astype(kind))
+                parts.append(column.fill_null(-1).to_numpy().astype(np.int32))
 
-    def texts(self, name: str) -> list[str]:
-        return list(self._texts[name])
+    def texts(self, name: str) -> tuple[list[str], NDArray[np.int32]]:
+        """Return the texts of a column, each once, and the place of each event's among them."""
+        import pyarrow
 
-    def codes(self, name: str) -> NDArray[np.int32]:
-        return self._column(name, np.int32)
+        parts = self._parts.pop(name)[::-1]
+        if not parts:
+            return [], np.array([], dtype=np.int32)
+        whole = pyarrow.chunked_array(parts).unify_dictionaries().combine_chunks()
+        return whole.dictionary.to_pylist(), whole.indices.fill_null(-1).to_numpy()
 
     def numbers(self, name: str) -> NDArray[np.int64]:
         """Return times in milliseconds, or whole numbers (of four bytes)."""

@@ -1,8 +1,9 @@
 """What became of every group of a run: finds groups by text, row of a data set, state and more, and tells the story of one.
 
 The trainer writes the events of groups to Parquet files (`headrace.run.group_files`), from which this module keeps an SQLite index, in the
-folder of the files, or in the user's cache folder if that can't be written. Every call first reads what was written since the last. Several
-processes may use one index. It can be deleted at any time.
+folder of the files, or in the user's cache folder if that can't be written. Every call first reads what was written since the last: of a
+run of a million groups for minutes, once, and what was read so far can be asked for meanwhile. Several processes may use one index. It can
+be deleted at any time.
 
 Rewards, tokens and versions of a group are those of its newest attempt. A group that was trained, and is trained again after a rewind, is
 shown in its newest state; its story has all of it.
@@ -29,11 +30,20 @@ INDEX = ".index.sqlite"
 
 
 class GroupHistory:
-    """The groups of the run whose files are in `folder`. Every method raises `ConfigError` without pyarrow, and for an index that can't be
-    written anywhere."""
+    """The groups of the run whose files are in `folder`, or with `is_partial` those of them that the index has. Every method raises
+    `ConfigError` without pyarrow, and for an index that can't be written anywhere."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_partial: bool = False) -> None:
         self.folder = folder
+        self._is_partial = is_partial
+
+    def refresh(self) -> None:
+        """Bring the index up to date."""
+        self._ask(lambda _: None)
+
+    def missing(self) -> tuple[int, float]:
+        """Return the bytes of the files that the index doesn't have, and the share of all bytes that it has. They are not read."""
+        return GroupHistory(self.folder, is_partial=True)._ask(lambda index: index.missing())
 
     @property
     def damaged(self) -> list[str]:
@@ -44,6 +54,10 @@ class GroupHistory:
     def find(self, query: GroupQuery) -> tuple[int, list[GroupSummary]]:
         """Return how many groups there are, and those from `offset` on. Raises `ConfigError` for a sort or state that there isn't."""
         return self._ask(lambda index: index.find(query))
+
+    def has_more_texts(self, query: GroupQuery) -> bool:
+        """Whether more prompts contain the text of a query than it looks at."""
+        return self._ask(lambda index: index.has_more_texts(query))
 
     def story(self, group: str) -> GroupStory | None:
         """Return what happened to a group; None if it isn't known."""
@@ -61,10 +75,13 @@ class GroupHistory:
         """Return the answer of the index, which is brought up to date first. One that is damaged, or of another schema, is built anew."""
         import_parquet()
         for path in (self.folder / INDEX, _in_cache(self.folder)):
+            if self._is_partial and path.parent == self.folder and not _can_write(path):
+                continue  # it may be old, and is not the one that is brought up to date
             for attempt in (1, 2):
                 try:
                     with contextlib.closing(GroupIndex(path, self.folder)) as index:
-                        index.refresh()
+                        if not self._is_partial:
+                            index.refresh()
                         return question(index)
                 except (sqlite3.OperationalError, OSError) as error:
                     if path.parent == self.folder and _is_refused(error):
@@ -85,6 +102,10 @@ def _is_refused(error: Exception) -> bool:
     return isinstance(error, OSError) or any(
         words in str(error) for words in ("readonly", "unable to open", "disk I/O error", "locking protocol")
     )
+
+
+def _can_write(path: Path) -> bool:
+    return os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def _in_cache(folder: Path) -> Path:

@@ -15,8 +15,8 @@ from typing import Any, get_args
 from headrace.base.errors import CodecError, ConfigError
 from headrace.records.group_event import Cursor, GroupEvent, parse_cursor
 from headrace.run.group_files import GroupFile, find_events, iterate_events, list_files
-from headrace.run.group_query import SHOWN, SORTS, DataRow, GroupQuery, GroupStory, GroupSummary
-from headrace.run.group_record import Record, RecordedTrajectory, State, apply_to_run
+from headrace.run.group_query import NO_BOUND, SHOWN, SORTS, DataRow, GroupQuery, GroupStory, GroupSummary
+from headrace.run.group_record import GroupRecord, RecordedTrajectory, State, apply_to_run
 
 # A change makes existing indexes be built anew.
 _SCHEMA = 2
@@ -26,7 +26,9 @@ SEARCHED = 8192
 _TRIGRAM = 3
 # Groups that are held while a file is taken in.
 _AT_ONCE = 10_000
-# While another process takes in a large file, the index is its own.
+# In the place of the size of a file of which only the beginning was taken in.
+_BEGUN = -1
+# While another process takes in groups, the index is its own.
 _BUSY_S = 600.0
 # With SQLite's 2 MiB, building a large index waits for the disk. A question needs less.
 _BUILDING_KIB, _ASKING_KIB = 65536, 8192
@@ -160,8 +162,7 @@ class GroupIndex:
         """Make what questions need, if it isn't there."""
         found = self._db.execute("SELECT COUNT(*) FROM sqlite_master WHERE type = 'index' AND name LIKE 'by_%'")
         if found.fetchone()[0] < _INDEXES.count(";"):
-            with self._changing():
-                self._run(_INDEXES)
+            self._run(_INDEXES)  # one after the other: questions are answered in between
         self._db.execute(f"PRAGMA cache_size = -{_ASKING_KIB}")
 
     def _known(self, name: str | None = None) -> dict[str, tuple[int, bool]]:
@@ -175,31 +176,42 @@ class GroupIndex:
             return True
         size, is_damaged = known[file.name]
         try:
-            return is_damaged and file.path.stat().st_size != size
+            return size == _BEGUN or (is_damaged and file.path.stat().st_size != size)
         except FileNotFoundError:
             return False
 
     def _take_in(self, file: GroupFile) -> bool:
-        """Return False if the index has to be built anew instead, and is empty now."""
+        """Return False if files have to be listed anew: the index is empty now, to be built anew, or another process goes on with it."""
         size, damage = file.path.stat().st_size, None
-        events = iterate_events(file.path, _FIELDS)
+        # what is old was taken in, or comes too late
+        events = iterate_events(file.path, _FIELDS, self._until[0] if file.last > self._until else 0)
         self._db.execute("SAVEPOINT of_file")
         try:
             begin = [event for event in (next(events, None),) if event is not None]
             if file.first <= self._until and not self._covers(file):
                 self._create()  # it comes late: the folder was copied piece by piece, or a damaged file was replaced
                 return False
-            if file.last > self._until:  # otherwise it was merged from others
-                self._apply(itertools.chain(begin, events))
+            # otherwise it was merged from others
+            if file.last > self._until and not self._apply(file, itertools.chain(begin, events)):
+                return False
         except CodecError as error:
             damage = str(error)
             self._db.execute("ROLLBACK TO of_file")
         self._db.execute("RELEASE of_file")
-        self._db.execute(
-            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (file.name, size, *file.first, *file.last, damage),
-        )
+        self._add_file(file, size, file.last, damage)
         return True
+
+    def missing(self) -> tuple[int, float]:
+        """Return the bytes of the files that are not taken in, and which share of all bytes is."""
+        known, until, missing, whole = self._known(), self._until[0], 0.0, 0
+        for file in list_files(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                size = file.path.stat().st_size
+                whole += size
+                if self._is_new(file, known):
+                    done = (until - file.first[0]) / max(1, file.last[0] - file.first[0])
+                    missing += size * (1 - min(1.0, max(0.0, done)))
+        return round(missing), 1 - missing / whole if whole else 1.0
 
     @property
     def _until(self) -> Cursor:
@@ -217,9 +229,10 @@ class GroupIndex:
         ).fetchone()
         return bool(is_begun and not was_damaged)
 
-    def _apply(self, events: Iterator[GroupEvent]) -> None:
+    def _apply(self, file: GroupFile, events: Iterator[GroupEvent]) -> bool:
+        """Take in the events of a file. Returns False if another process has gone on with it."""
         until = newest = self._until
-        groups: dict[str, Record] = {}
+        groups: dict[str, GroupRecord] = {}
         prompts: dict[str, GroupEvent] = {}
         for entry, parts in itertools.groupby(events, key=lambda event: event.id):
             cursor = parse_cursor(entry)
@@ -241,8 +254,25 @@ class GroupIndex:
             if len(groups) >= _AT_ONCE:
                 self._save(groups, prompts)
                 groups, prompts = {}, {}
+                if not self._commit_beginning(file, newest):
+                    return False
         self._save(groups, prompts)
         self._db.execute("UPDATE about SET ms = ?, number = ?", newest)
+        return True
+
+    def _commit_beginning(self, file: GroupFile, until: Cursor) -> bool:
+        """Commit what was taken in of a file, so that questions find it, and a kill loses none of it. Returns False if another process has
+        then gone on with it."""
+        self._db.execute("UPDATE about SET ms = ?, number = ?", until)
+        self._add_file(file, _BEGUN, until, None)
+        for statement in ("RELEASE of_file", "COMMIT", "BEGIN IMMEDIATE", "SAVEPOINT of_file"):
+            self._db.execute(statement)
+        return self._until == until
+
+    def _add_file(self, file: GroupFile, size: int, last: Cursor, damage: str | None) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", (file.name, size, *file.first, *last, damage)
+        )
 
     def _apply_to_run(self, event: GroupEvent) -> None:
         if event.what == "lost":
@@ -265,11 +295,11 @@ class GroupIndex:
             apply_to_run(records, event)
             self._save({record.id: record for record in records}, {})
 
-    def _load(self, group: str) -> Record:
+    def _load(self, group: str) -> GroupRecord:
         found = self._db.execute(f"SELECT {_quoted(_RECORDED)} FROM groups WHERE id = ?", (group,)).fetchone()
-        return _record(found) if found else Record(group)
+        return _record(found) if found else GroupRecord(group)
 
-    def _save(self, groups: Mapping[str, Record], prompts: Mapping[str, GroupEvent]) -> None:
+    def _save(self, groups: Mapping[str, GroupRecord], prompts: Mapping[str, GroupEvent]) -> None:
         names = (*_RECORDED, *_DERIVED)
         changes = ", ".join(f'"{name}" = excluded."{name}"' for name in names[1:])
         self._db.executemany(
@@ -383,23 +413,30 @@ class GroupIndex:
             also("line = ? AND (file = ? OR file LIKE ? ESCAPE '\\')", line, file, f"%/{_escaped(file)}")
         if query.text:
             texts, found = self._texts(query.text)
-            also(f"groups.number IN (SELECT number FROM groups WHERE id = ? UNION ALL {texts})", query.text, *found)
+            also(
+                "groups.number IN (SELECT number FROM groups WHERE id = ? "
+                f"UNION ALL SELECT number FROM groups WHERE text IN ({texts} LIMIT ?))",
+                *(query.text, *found, query.most_texts),
+            )
         return " AND ".join(parts), values
 
+    def has_more_texts(self, query: GroupQuery) -> bool:
+        """Whether more than `most_texts` texts contain the text of a query."""
+        if not query.text or query.most_texts == NO_BOUND:
+            return False
+        texts, found = self._texts(query.text)
+        count = self._db.execute(f"SELECT COUNT(*) FROM ({texts} LIMIT ?)", (*found, query.most_texts + 1)).fetchone()
+        return bool(count[0] > query.most_texts)
+
     def _texts(self, text: str) -> tuple[str, list[Any]]:
-        """Return a statement for the numbers of the groups whose prompt or expected answer contains the text."""
+        """Return a statement for the numbers of the prompts, with their expected answers, that contain the text."""
         if len(text) >= _TRIGRAM and self._db.execute("SELECT full_text FROM about").fetchone()[0]:
             phrase = '"' + _searchable(text).replace('"', '""') + '"'
-            return (
-                "SELECT number FROM groups WHERE text IN (SELECT rowid FROM found WHERE found MATCH ?)",
-                [phrase],
-            )
+            return "SELECT rowid FROM found WHERE found MATCH ?", [phrase]
         pattern = f"%{_escaped(text)}%"
-        return (
-            "SELECT number FROM groups WHERE text IN "
-            "(SELECT number FROM texts WHERE prompt LIKE ? ESCAPE '\\' OR expected LIKE ? ESCAPE '\\')",
-            [pattern, pattern],
-        )
+        return "SELECT number FROM texts WHERE (prompt LIKE ? ESCAPE '\\' OR expected LIKE ? ESCAPE '\\')", [
+            pattern
+        ] * 2
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -415,14 +452,14 @@ def _searchable(text: str) -> str:
     return text.replace("\0", "\ufffd")
 
 
-def _record(values: Sequence[Any]) -> Record:
-    record = Record(*values)
+def _record(values: Sequence[Any]) -> GroupRecord:
+    record = GroupRecord(*values)
     record.replicas = json.loads(values[10])
     record.trajectories = {index: RecordedTrajectory(*of_it) for index, *of_it in json.loads(values[12])}
     return record
 
 
-def _values(record: Record) -> list[Any]:
+def _values(record: GroupRecord) -> list[Any]:
     values = [getattr(record, name) for name in (*_RECORDED, *_DERIVED)]
     values[10] = json.dumps(record.replicas)
     values[12] = json.dumps([(index, *of_it) for index, of_it in sorted(record.trajectories.items())])

@@ -12,6 +12,8 @@ from headrace.run.group_record import State
 
 # Characters of a prompt that `GroupSummary` has.
 SHOWN = 300
+# For `GroupQuery.most_texts`.
+NO_BOUND = -1
 # What `GroupQuery.sort` may be, with `-` before it for descending -> column of the index.
 SORTS = {
     "order": '"order"', "reward": "mean", "spread": "spread", "age": "age", "attempts": "attempts", "step": "step",
@@ -73,10 +75,11 @@ class GroupStory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupQuery:
-    """Which groups to find. `text` is a part of the prompt or expected answer (in any case), or a whole id. The file of `row`
-    is a path, or the end of one. `reason` is a part of the reason."""
+    """Which groups to find. `text` is a part of the prompt or expected answer (in any case), or a whole id; of the prompts that contain it,
+    only the first `most_texts` are looked at. The file of `row` is a path, or the end of one. `reason` is a part of the reason."""
 
     text: str = ""
+    most_texts: int = NO_BOUND
     states: Collection[str] = ()
     lane: Lane | None = None
     environment: str | None = None

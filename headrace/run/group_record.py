@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast
 
 from headrace.records.group_event import GroupEvent
+from headrace.run import group_rewards
 
 State = Literal[
     "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
@@ -23,7 +23,7 @@ class RecordedTrajectory(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Record:
+class GroupRecord:
     """A group as its events so far leave it. `first` and `last` are the milliseconds of its events."""
 
     id: str
@@ -117,20 +117,16 @@ class Record:
         self.reason, self.trajectories = "", {}
 
     @property
-    def rewards(self) -> list[float]:
-        return [t.reward for t in self.trajectories.values() if t.reward is not None]
+    def rewards(self) -> list[float | None]:
+        return [t.reward for t in self.trajectories.values()]
 
     @property
     def mean(self) -> float | None:
-        """The mean reward of its trajectories; None if it has none, or one has no reward."""
-        rewards = self.rewards
-        return math.fsum(rewards) / len(rewards) if rewards and len(rewards) == len(self.trajectories) else None
+        return group_rewards.mean(self.rewards)
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation of its rewards, like `mean`."""
-        mean, rewards = self.mean, self.rewards
-        return None if mean is None else math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+        return group_rewards.spread(self.rewards)
 
     @property
     def oldest(self) -> int | None:
@@ -145,7 +141,7 @@ class Record:
         return self.step - self.oldest if self.step is not None and self.oldest is not None else None
 
 
-def apply_to_run(records: Iterable[Record], event: GroupEvent) -> None:
+def apply_to_run(records: Iterable[GroupRecord], event: GroupEvent) -> None:
     """Apply an event of the whole run, or of a group whose id nobody knew any more: that of a failure long ago which is retried."""
     for record in records:
         if event.what != "retried":

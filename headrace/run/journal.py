@@ -85,24 +85,25 @@ class Journal:
         builds: Mapping[str, list[str]] | None = None,
     ) -> None:
         """Add a line. Raises `ServiceError` if it can't be written: the folder is gone, the disk is full."""
-        line = dataclasses.asdict(
-            Line(kind, step, timeline, time.time(), dict(metrics), list(orders), dict(builds or {}))
-        )
-        for field in ("orders", "builds"):
-            if not line[field]:
-                del line[field]
+        line = write_line(Line(kind, step, timeline, time.time(), dict(metrics), list(orders), dict(builds or {})))
         try:
             if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
                 number = len(_older(self.path)) + 1
                 self.path.rename(self.path.with_name(f"{self.path.stem}.{number:06}{self.path.suffix}"))
             with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(line)
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
     def read(self) -> list[Line]:
         """Return all lines. Raises `ServiceError` naming the first line that `append` did not write."""
         return read_journal(self.path)
+
+
+def write_line(line: Line) -> str:
+    """Return the line as the file has it."""
+    fields = {name: value for name, value in vars(line).items() if value or name not in ("orders", "builds")}
+    return json.dumps(fields) + "\n"
 
 
 def read_journal(path: Path) -> list[Line]:
@@ -160,7 +161,12 @@ def _open(path: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
 
 def size(path: Path) -> int:
     """Return the bytes of all segments."""
-    return sum(part.stat().st_size for part in (*_older(path), path) if part.exists())
+    return sum(part.stat().st_size for part in list_files(path) if part.exists())
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return the files of a journal, oldest first, the one that is written to last; there may be none."""
+    return [*_older(path), *([path] if path.exists() else [])]
 
 
 def _older(path: Path) -> list[Path]:

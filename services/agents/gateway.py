@@ -488,7 +488,7 @@ async def _answer(
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         if not gone.done():
-            episode.note_delivery(call)
+            episode.session.note_delivery(call)
             delivered = True
             await _end(send, last)
         return None

@@ -327,8 +327,6 @@ class EpisodeRunner:
             return None, self._failure(lease, f"its trajectory can't be recorded: {error}")
 
     def _traced(self, lease: Lease, index: int) -> tracing.Span:
-        if not tracing.is_on():
-            return tracing.NO_SPAN
         return tracing.span(
             "episode",
             tracing.lease_span(self._replay.run_id, lease.group.id, lease.attempt, f"runner {self.runner}"),

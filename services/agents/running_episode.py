@@ -86,9 +86,6 @@ class OpenEpisode:
             raise CallFailed("the episode has ended")
         task.result()
 
-    def note_delivery(self, call: SessionCall) -> None:
-        self.session.note_delivery(call)
-
     def note_departure(self, call: SessionCall) -> None:
         self.session.note_departure(call, self._fleet.clock())
         self._forget(call)

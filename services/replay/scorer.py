@@ -30,7 +30,8 @@ from headrace.net.credentials import load_credentials
 from headrace.records.score import Score
 from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
-from headrace.run.samples import SampleFiles, failed_record
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import failed_record
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1.trajectory_pb2 import Trajectory
@@ -342,8 +343,6 @@ class _Scorer:
 
     def _traced(self, job: ScoringJob, trajectory: Trajectory) -> tracing.Span:
         """Return the span of scoring a trajectory, under which the hub and the environment continue."""
-        if not tracing.is_on():
-            return tracing.NO_SPAN
         span = tracing.span(
             "score",
             tracing.group_span(self._client.run_id, job.group.id),

@@ -233,7 +233,7 @@ class Hub(pb_grpc.RewardServiceServicer):
 
 def _continued(work: trajectory_pb2.Trajectory | episode_pb2.Episode) -> tracing.Span:
     """Return the span of an environment's work on a trajectory or an episode, which continues there."""
-    parent = tracing.SpanId.parse(work.traceparent)
+    parent = tracing.SpanContext.parse(work.traceparent)
     if parent is None:
         return tracing.NO_SPAN
     span = tracing.span(

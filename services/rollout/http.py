@@ -141,7 +141,7 @@ def _add_call(
     parsed = Depends(body)
 
     async def post(raw_request: Request, request: Any = parsed) -> Response:
-        caller = tracing.SpanId.parse(raw_request.headers.get(tracing.HEADER, ""))
+        caller = tracing.SpanContext.parse(raw_request.headers.get(tracing.HEADER, ""))
         with tracing.span("generate" if path == SAMPLE else "render", caller) if caller else tracing.NO_SPAN:
             return _json(200, await answer(request))
 

@@ -403,8 +403,6 @@ class RolloutWorker:
         self.status.tokens_taken_over += taken_over
 
     def _traced(self, lease: Lease, index: int) -> tracing.Span:
-        if not tracing.is_on():
-            return tracing.NO_SPAN
         return tracing.span(
             "generate",
             tracing.lease_span(self._replay.run_id, lease.group.id, lease.attempt, self.replica),

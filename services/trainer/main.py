@@ -20,7 +20,7 @@ from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
-from headrace.run import group_files, prompt_counts
+from headrace.run import group_files, object_store, prompt_counts
 from headrace.run.checkpoints import list_set_aside
 from headrace.run.journal import JOURNAL, Journal, list_retries
 from headrace.run.lineage import FOLDER
@@ -78,8 +78,11 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
     finished = False
 
     def problems() -> str:
-        damaged = list_set_aside(config.checkpoint_folder)
-        return "\n".join([*damaged, *([readiness.failures] if readiness.failures else [])])
+        of_checkpoints = [
+            *list_set_aside(config.checkpoint_folder),
+            *object_store.list_problems(config.checkpoint_folder),
+        ]
+        return "\n".join([*of_checkpoints, *([readiness.failures] if readiness.failures else [])])
 
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -97,7 +100,6 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             await asyncio.to_thread(check_refit, config)
             readiness.problem = "reading the prompts"
             prompts = await asyncio.to_thread(_prompts, config)
-            record, before = PromptRecord.of(config, prompts.counts), prompt_counts.read(config.run_folder)
             for line in prompts.counts.lines(config):
                 log.info("%s", line)
 
@@ -109,6 +111,15 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             stack.push_async_callback(replay.aclose)
             retry = BufferRetry(config.trainer.fleet_deadline_s)
             events = asyncio.get_running_loop()
+            uploads = dependencies.uploads(config)
+            if uploads is not None:
+                stack.callback(uploads.close)
+                readiness.problem = f"looking at {config.checkpointing.store}"
+                known = (await retry(replay.state)).timeline
+                if not await asyncio.to_thread(uploads.claim, known, stop.is_set):
+                    await asyncio.to_thread(dismiss, ranks)
+                    return False
+            record, before = PromptRecord.of(config, prompts.counts), prompt_counts.read(config.run_folder)
 
             def read(keys: Sequence[str]) -> list[tuple[AnyTrajectory, Score] | CodecError]:
                 # called on the torch thread, but the connection belongs to the event loop
@@ -139,6 +150,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 afresh=record.differs(before),
             )
             prompt_counts.write(config.run_folder, record)
+            if uploads is not None:
+                await asyncio.to_thread(uploads.begin, resumed.timeline)
             if journal.read():
                 journal.append("rewind", resumed.version, resumed.timeline, {})
             lineage = LineageWriter(config.checkpoint_folder / FOLDER, resumed.timeline)
@@ -166,6 +179,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 now=now_writer,
                 stop=stop,
                 began=began,
+                uploads=uploads,
             )
             telemetry.start(lead.learner.tokenizer)
             try:

@@ -44,11 +44,13 @@ def machine_of(service: str, topology: Topology) -> str:
     return "up" if topology == "up" and service != "environment" else service
 
 
-def configuration(shape: Shape, model: Path, folder: Path, problems: Path, held_out: Path, server_address: str) -> str:
-    """The run's YAML. What is counted (attempts, shares, retries) has its default. What is set here is small, for a tiny model on a busy
-    machine, or short: each time is to the others as their defaults are, about, but a fault that outlasts the default lease or the default
-    time limit of an environment would take a minute, and a run of 31 hours. Only `fleet_deadline_s` is longer: on a busy
-    machine an engine needs minutes to start."""
+def configuration(
+    shape: Shape, model: Path, folder: Path, problems: Path, held_out: Path, server_address: str, replicas: int
+) -> str:
+    """The run's YAML. `replicas` are those that `headrace up` starts. What is counted (attempts, shares, retries) has its default. What is
+    set here is small, for a tiny model on a busy machine, or short: each time is to the others as their defaults are, about, but a fault
+    that outlasts the default lease or the default time limit of an environment would take a minute, and a run of 31 hours. Only
+    `fleet_deadline_s` is longer: on a busy machine an engine needs minutes to start."""
     machines = hosts(shape)
     address = {name: f"{SUBNET}.{machines[machine_of(name, shape.topology)]}" for name in HOSTS}
     # under `up` the replicas are on one machine
@@ -98,7 +100,13 @@ replay:
   lease_s: {LEASE_S}
   scoring_deadline_s: 12
   redundant_generations: {shape.redundant}
-rollout: {{replicas: 2, port: {port}, max_concurrent_groups: 4, heartbeat_s: 0.5, dead_after_s: {DEAD_AFTER_S}, save_partial_tokens: 16}}
+rollout:
+  replicas: {replicas}
+  port: {port}
+  max_concurrent_groups: 4
+  heartbeat_s: 0.5
+  dead_after_s: {DEAD_AFTER_S}
+  save_partial_tokens: 16
 reward: {{host: {address["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
 trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200}}
 weight_channel: {{timeout_s: 8}}

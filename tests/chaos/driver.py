@@ -138,7 +138,10 @@ class Driver:
         else:
             machine = machine_of("replay", shape.topology)
             self.servers = Embedded(self._processes["replay"], machine, self._addresses["replay"], server_disk)
-        self._config.write_text(configuration(shape, model, folder, problems, held_out, self.servers.front))
+        # A short run whose plan leaves replicas alone has one: the second's engine would be most of what such a run takes.
+        self._alone = len(plan) < LONG and all(fault.target != "rollout" for fault in plan)
+        front, replicas = self.servers.front, 1 if self._alone else 2
+        self._config.write_text(configuration(shape, model, folder, problems, held_out, front, replicas))
         played = shape.episodes and not shape.graded
         self._buffer = Buffer(self.servers.address, PORT, RUN, self._login, played=played)
         self._glance: Glance | None = None
@@ -232,9 +235,8 @@ class Driver:
             self._save_log()
 
     async def _join_late(self, replica: Process) -> None:
-        """The second replica joins a run that is under way: two engines that start at once take twice as long. A short run whose plan
-        leaves replicas alone has none: its engine would be most of what such a run takes."""
-        if len(self.plan) < LONG and all(fault.target != "rollout" for fault in self.plan):
+        """The second replica joins a run that is under way: two engines that start at once take twice as long."""
+        if self._alone:
             return
         await eventually(lambda: self._glance is not None and self._glance.next_step >= 1, pause_s=0.2)
         await replica.keep()

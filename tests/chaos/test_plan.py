@@ -33,41 +33,44 @@ def make_plan(
     return make_plan_with(seed, faults, topology, lease_s, clocks=clocks, episodes=episodes)
 
 
+SEEDS = range(20)
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("seed", range(20))
-def test_a_whole_run_hits_every_process_in_every_phase(seed: int, topology: Topology) -> None:
-    plan = make_plan(seed, whole(topology), topology)
-    usual = {(target, phase) for target in targets_of(topology) for phase in PHASES}
-    assert {(fault.target, fault.phase) for fault in plan} == usual | {("server", phase) for _, phase in TORN}
-    torn = [(fault.kind, fault.phase) for fault in plan if (fault.kind, fault.phase) in TORN]
-    assert set(torn) == TORN
-    assert plan[-1].kind == "torn_close"
-    # the end of a refill can be torn off where there was one: the server had forgotten a step of the checkpoint
-    kinds = [fault.kind for fault in plan]
-    assert kinds.index("torn_refilled") == kinds.index("torn_step") + 1
+def test_a_whole_run_hits_every_process_in_every_phase(topology: Topology) -> None:
+    for seed in SEEDS:
+        plan = make_plan(seed, whole(topology), topology)
+        usual = {(target, phase) for target in targets_of(topology) for phase in PHASES}
+        assert {(fault.target, fault.phase) for fault in plan} == usual | {("server", phase) for _, phase in TORN}, seed
+        torn = [(fault.kind, fault.phase) for fault in plan if (fault.kind, fault.phase) in TORN]
+        assert set(torn) == TORN, seed
+        assert plan[-1].kind == "torn_close", seed
+        # the end of a refill can be torn off where there was one: the server had forgotten a step of the checkpoint
+        kinds = [fault.kind for fault in plan]
+        assert kinds.index("torn_refilled") == kinds.index("torn_step") + 1, seed
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_five_faults_hit_every_phase_and_five_processes(seed: int) -> None:
-    for topology in TOPOLOGIES:
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_five_faults_hit_every_phase_and_five_processes(topology: Topology) -> None:
+    for seed in SEEDS:
         plan = make_plan(seed, 5, topology)
-        assert len({fault.target for fault in plan}) == 5
+        assert len({fault.target for fault in plan}) == 5, seed
         assert "environment" in {fault.target for fault in plan}
         assert sorted(fault.phase for fault in plan) == sorted(PHASES)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_three_faults_hit_three_phases_and_three_processes(seed: int) -> None:
-    for topology in TOPOLOGIES:
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_three_faults_hit_three_phases_and_three_processes(topology: Topology) -> None:
+    for seed in SEEDS:
         plan = make_plan(seed, 3, topology)
-        assert len({fault.target for fault in plan}) == len({fault.phase for fault in plan}) == 3
-        assert "environment" in {fault.target for fault in plan}
+        assert len({fault.target for fault in plan}) == len({fault.phase for fault in plan}) == 3, seed
+        assert "environment" in {fault.target for fault in plan}, seed
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_trainer_that_wakes_up_was_frozen_while_it_wrote(seed: int) -> None:
-    rivals = [fault.phase for fault in make_plan(seed, whole("embedded"), "embedded") if fault.kind == "rival"]
-    assert not rivals or rivals[0] == "checkpoint"
+def test_the_trainer_that_wakes_up_was_frozen_while_it_wrote() -> None:
+    for seed in SEEDS:
+        rivals = [fault.phase for fault in make_plan(seed, whole("embedded"), "embedded") if fault.kind == "rival"]
+        assert not rivals or rivals[0] == "checkpoint", seed
 
 
 def test_only_long_runs_have_a_deadly_prompt_and_a_forgetful_server() -> None:
@@ -130,6 +133,6 @@ def test_stops_and_cuts_outlast_a_lease() -> None:
 
 
 def test_the_prompts_leave_one_over() -> None:
-    for seed in range(20):
+    for seed in SEEDS:
         shape = make_shape(seed, 10, "embedded")
         assert shape.prompts % shape.prompts_per_step == 1

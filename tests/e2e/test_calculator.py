@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 
 from headrace.run.metric_names import unknown
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from tests.support.up import ROOT, Up, own_run
 
 

@@ -18,7 +18,7 @@ from headrace.replay import Ended, EnvironmentState, Epoch, Lease, Limits, Repla
 from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
 from headrace.replay.history import expand_entry
-from headrace.run.group_record import ENDS, Record, apply_to_run
+from headrace.run.group_record import ENDS, GroupRecord, apply_to_run
 from tests.properties.clock import CLOCK, MEMORY, START_MS
 from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
@@ -97,7 +97,7 @@ class World:
         self.ledger: dict[int, tuple[str, ...]] = {}  # step -> groups, in the history of the surviving weights
         self.calls = 0
         self.delivered: list[Delivered] = []
-        self.told: dict[str, Record] = {}  # what the history says of each group
+        self.told: dict[str, GroupRecord] = {}  # what the history says of each group
         self.told_until = "-"
 
     async def open(self, limits: Limits) -> None:
@@ -296,7 +296,7 @@ class World:
         if row.group is None:
             apply_to_run(self.told.values(), row)
             return
-        record = self.told.setdefault(row.group, Record(row.group))
+        record = self.told.setdefault(row.group, GroupRecord(row.group))
         if row.what in ENDS:
             assert record.state not in ENDS, f"{row.group} is {row.what}, and was {record.state} before"
         else:

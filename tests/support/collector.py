@@ -12,18 +12,18 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 
-from headrace.net.tracing import SpanId
+from headrace.net.tracing import SpanContext
 from tests.support.waiting import wait_until
 
 
 @dataclasses.dataclass(frozen=True)
 class Received:
     name: str
-    id: SpanId
-    parent: SpanId | None
+    id: SpanContext
+    parent: SpanContext | None
     service: str
     attributes: dict[str, Any]
-    links: list[SpanId]
+    links: list[SpanContext]
     seconds: float
     failed: bool
 
@@ -85,8 +85,8 @@ def _read(span: Any, service: str) -> Received:
     )
 
 
-def _id(trace: bytes, span: bytes) -> SpanId:
-    return SpanId(int.from_bytes(trace), int.from_bytes(span))
+def _id(trace: bytes, span: bytes) -> SpanContext:
+    return SpanContext(int.from_bytes(trace), int.from_bytes(span))
 
 
 def _values(attributes: Any) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
 publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
-refill, and between a refill and the word that it is done. By then the checkpoint before is committed. Others are SIGSTOP before the
-publication of a checkpoint (`frozen_in_checkpoint:version`), a disk that is full from the publication of one on (`full_disk:version`),
-a successor while a batch is about to be read (`superseded_before_reading:step`), and batches that can't be trained on as they are read
-(`broken_batches:number`; `overwritten_payloads`, one of each kind).
+refill, between a refill and the word that it is done, and between the last file of a checkpoint in the store and its manifest
+(`in_upload:version`). By then the checkpoint before is committed. Others are SIGSTOP before the publication of a checkpoint
+(`frozen_in_checkpoint:version`), a disk that is full from the publication of one on (`full_disk:version`), a successor while a batch is
+about to be read (`superseded_before_reading:step`), and batches that can't be trained on as they are read (`broken_batches:number`;
+`overwritten_payloads`, one of each kind).
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from headrace.config import Config
 from headrace.net import tracing
 from headrace.records.trajectory import Group, Trajectory
 from headrace.replay import ReplayClient, Reservation
+from headrace.run.object_store import Manifest, RunStore
 from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
+from headrace_services.trainer.control.uploads import Uploads
 from headrace_services.trainer.main import main
 from tests.support.waiting import eventually
 
@@ -167,6 +170,21 @@ class FullDisk(Checkpoints):
         super()._make_way(version, timeline)
 
 
+class DyingStore(RunStore):
+    version = -1
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        if manifest.version == self.version:
+            die()
+        super().write_manifest(manifest)
+
+
+def uploads(config: Config, store: type[RunStore] = RunStore) -> Uploads | None:
+    """A trainer that is killed is not waited for long."""
+    opened = store.of(config)
+    return None if opened is None else Uploads(config, opened, silence_s=0.5)
+
+
 @dataclasses.dataclass
 class DyingSource:
     source: Any
@@ -221,7 +239,9 @@ def dependencies(fault: str, version: int, period: int) -> Dependencies:
         return Dependencies(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
     if fault == "in_refit":
         return Dependencies(sender=changed(DyingSender, version=version, period=period))
-    return Dependencies()
+    if fault == "in_upload":
+        return Dependencies(uploads=lambda config: uploads(config, changed(DyingStore, version=version)))
+    return Dependencies(uploads=uploads)
 
 
 def run(settings: str, fault: str) -> None:

@@ -3,7 +3,7 @@
     python -m tests.support.fork_server KIND SOCKET PID
 
 One of each kind of `IMPORTS` serves all processes that share the tests, and ends with process PID, which started those. `forks.py` asks it.
-What it imports starts no thread: a fork would lack it.
+What it imports starts no thread, which a fork would lack, but one of pyarrow's: jemalloc's, which knows of forks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ IMPORTS = {
         "headrace_services.trainer.main",
         "transformers.models.qwen2.modeling_qwen2",
         "tests.support.dying_trainer",
+        "matplotlib.backends.backend_svg",
+        "pandas",
+        "pyarrow.parquet",
         "pydantic.v1",
         "uvicorn",
         # of the tests themselves, all of whose files each process that shares them imports

@@ -17,7 +17,7 @@ from headrace.run import group_files
 from headrace.run.history import RECORD, RunRecord
 from headrace.run.journal import JOURNAL
 from headrace.run.lineage import Header
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace.run.start import START as START_RECORD
 from headrace.run.start import ChangedKeys, StartRecord
 

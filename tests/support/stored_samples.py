@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.run.samples import Kind, SampleFiles, StoredCall, StoredSample
+from headrace.run.sample_files import Kind, SampleFiles
+from headrace.run.samples import StoredCall, StoredSample
 
 
 def sample(group: str, index: int = 0, reward: float | None = 1.0, **changes: Any) -> StoredSample:

@@ -19,7 +19,7 @@ from headrace.run.group_history import GroupHistory
 from headrace.run.group_query import GroupQuery
 from headrace.run.journal import Journal, Line, surviving
 from headrace.run.lineage import FOLDER, LineageFiles, find_timeline
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace_services.trainer.control.checkpoint import TRAINED, Checkpoints, Ledger
 from tests.support import dying_trainer
 from tests.support.forks import ROOT, Forked, fork, fork_ranks

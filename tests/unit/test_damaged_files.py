@@ -12,7 +12,7 @@ from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.config import Config
 from headrace.run import checkpoints, history, prompt_counts
 from headrace.run.lineage import LineageFiles
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace.testing import read_samples
 
 

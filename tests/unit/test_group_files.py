@@ -41,9 +41,11 @@ def test_only_the_parts_of_a_range_are_read(tmp_path: Path, monkeypatch: pytest.
     assert columns.count == 20
     assert columns.numbers("time").tolist() == list(range(1_040, 1_060))
     assert columns.numbers("attempt").tolist() == list(range(40, 60))
-    names = columns.texts("group")
-    assert [names[code] for code in columns.codes("group")] == [f"g{i}" for i in range(40, 60)]
-    assert sorted(columns.texts("replica")) == ["r0", "r1", "r2"]
+    names, codes = columns.texts("group")
+    assert [names[code] for code in codes] == [f"g{i}" for i in range(40, 60)]
+    names, codes = columns.texts("replica")
+    assert [names[code] for code in codes] == [f"r{i % 3}" for i in range(40, 60)]
+    assert len(names) == 3
 
 
 def test_of_too_many_events_the_newest_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +60,7 @@ def test_what_events_lack_is_told_apart_from_zero(tmp_path: Path) -> None:
     told = ("lost", None, {"lost": 3}), ("scored", "g", {"index": 0, "reward": 0.0, "build": "b"})
     columns = EventColumns(["group", "index", "reward"])
     columns.read(write(tmp_path, events(*told)), (0, 10_000), 10)
-    assert columns.codes("group").tolist() == [-1, 0]
+    names, codes = columns.texts("group")
+    assert (names, codes.tolist()) == (["g"], [-1, 0])
     assert columns.numbers("index").tolist() == [-1, 0]
     assert str(columns.floats("reward").tolist()) == "[nan, 0.0]"

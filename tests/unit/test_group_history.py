@@ -17,7 +17,7 @@ from headrace.run import group_files, group_index
 from headrace.run.group_files import list_files, merge_files
 from headrace.run.group_history import INDEX, GroupHistory
 from headrace.run.group_query import DataRow, GroupQuery, parse_row
-from headrace.run.group_record import Record
+from headrace.run.group_record import GroupRecord
 from tests.support.group_events import events, life, write
 
 TRAINED = ("ready", {}), ("reserved", {"step": 5, "timeline": "t1"}), ("trained", {"step": 5, "timeline": "t1"})
@@ -219,13 +219,56 @@ def test_a_file_of_many_groups_is_taken_in_a_few_at_a_time(folder: Path, monkeyp
     assert GroupHistory(folder).find(GroupQuery()) == known
 
 
+def test_what_was_taken_in_before_a_kill_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [event for order in range(6) for event in life(f"g{order}", order, *TRAINED)]
+    monkeypatch.setattr(group_files, "_PART", 5)
+    monkeypatch.setattr(group_files, "_AT_ONCE", 5)
+    monkeypatch.setattr(group_index, "_AT_ONCE", 2)
+    write(folder, events(*told))
+    known, read = group_index.iterate_events, list[str]()
+
+    def dying(path: Path, fields: list[str], first_ms: int) -> Iterator[GroupEvent]:
+        for event in known(path, fields, first_ms):
+            read.append(event.id)
+            if len(read) == len(told) - 1:
+                raise KeyboardInterrupt
+            yield event
+
+    monkeypatch.setattr(group_index, "iterate_events", dying)
+    history, so_far = GroupHistory(folder), GroupHistory(folder, is_partial=True)
+    with pytest.raises(KeyboardInterrupt):
+        history.refresh()
+    assert so_far.states() == {"trained": 5, "queued": 1}
+    missing, share = history.missing()
+    assert missing > 0
+    assert 0.5 < share < 1
+    before = len(read)
+    assert history.states() == {"trained": 6}
+    assert len(read) - before < len(told) / 2, "what was taken in is not read again"
+    assert history.missing() == (0, 1.0)
+    whole = history.find(GroupQuery())
+    (folder / INDEX).unlink()
+    assert GroupHistory(folder).find(GroupQuery()) == whole
+
+
+def test_of_a_text_of_many_prompts_the_first_are_found(folder: Path) -> None:
+    many(folder, 5)
+    history = GroupHistory(folder)
+    bounded = GroupQuery(text="is", most_texts=3)
+    assert history.find(bounded)[0] == 3
+    assert history.has_more_texts(bounded)
+    assert not history.has_more_texts(GroupQuery(text="is", most_texts=5))
+    assert not history.has_more_texts(GroupQuery(text="is"))
+    assert history.find(GroupQuery(text="is"))[0] == 5
+
+
 def test_a_file_that_was_merged_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history, read = GroupHistory(folder), list[str]()
     monkeypatch.setattr(group_files, "_AT_ONCE", 8)
     known = group_index.iterate_events
 
-    def counting(path: Path, fields: list[str]) -> Iterator[GroupEvent]:
-        for event in known(path, fields):
+    def counting(path: Path, fields: list[str], first_ms: int) -> Iterator[GroupEvent]:
+        for event in known(path, fields, first_ms):
             read.append(event.id)
             yield event
 
@@ -334,9 +377,19 @@ def test_without_trigrams_texts_are_searched_one_by_one(folder: Path, monkeypatc
     assert ids(GroupHistory(folder), text="IS 1+1") == ["g1"]
 
 
-def test_two_processes_build_one_index(folder: Path) -> None:
-    many(folder, 12)
-    code = "from headrace.run.group_history import *; import sys; print(GroupHistory(Path(sys.argv[1])).states())"
+@pytest.mark.parametrize("files", [12, 1])
+def test_several_processes_build_one_index(folder: Path, files: int) -> None:
+    for first in range(0, 12, 12 // files):
+        told = [life(f"g{order}", order, *TRAINED) for order in range(first, first + 12 // files)]
+        write(folder, events(*[event for each in told for event in each], start=1_000 * (first + 1)))
+    code = """
+import sys
+from pathlib import Path
+from headrace.run import group_index
+from headrace.run.group_history import GroupHistory
+group_index._AT_ONCE = 1
+print(GroupHistory(Path(sys.argv[1])).states())
+"""
     asked = [
         subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
@@ -351,7 +404,7 @@ def test_a_row_is_a_file_and_a_line() -> None:
 
 @pytest.mark.parametrize(("version", "state"), [(2, "trained"), (1, "queued")])
 def test_what_a_restored_checkpoint_was_trained_on_is_trained(version: int, state: str) -> None:
-    record = Record("e0-train-0")
+    record = GroupRecord("e0-train-0")
     for event in (
         GroupEvent("1-0", 0, "enqueued", record.id, lane="train", order=0, n=1),
         GroupEvent("2-0", 0, "reserved", record.id, step=1, timeline="a"),

@@ -12,16 +12,8 @@ import pytest
 from headrace.base.errors import CodecError
 from headrace.records.score import Score
 from headrace.records.trajectory import Group, Sampling, Span
-from headrace.run.samples import (
-    FAILED,
-    SampleFiles,
-    StoredSample,
-    by_group,
-    choose_groups,
-    failed_groups,
-    make_sample,
-    record,
-)
+from headrace.run.sample_files import FAILED, SampleFiles
+from headrace.run.samples import StoredSample, by_group, choose_groups, failed_groups, make_sample, record
 from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample, write
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.base.errors import ConfigError
 from headrace.config.telemetry import TelemetryConfig
 from headrace.net import tracing
-from headrace.net.tracing import SpanId, group_span, lease_span
+from headrace.net.tracing import SpanContext, group_span, lease_span
 from tests.support.collector import Collector, collecting
 from tests.support.ports import free_ports
 from tests.support.waiting import wait_until
@@ -36,10 +36,10 @@ def test_a_group_has_one_trace_that_every_service_knows() -> None:
 
 def test_a_traceparent_is_read_as_w3c_writes_it() -> None:
     span = group_span("adder", "g")
-    assert SpanId.parse(span.traceparent) == span
+    assert SpanContext.parse(span.traceparent) == span
     w3c = "4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"
-    assert SpanId.parse(f"00-{w3c}-01") == (0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
-    assert SpanId.parse(f"01-{w3c}-03-of-a-later-version") is not None
+    assert SpanContext.parse(f"00-{w3c}-01") == (0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
+    assert SpanContext.parse(f"01-{w3c}-03-of-a-later-version") is not None
     zeros = "0" * 32
     for wrong in (
         "",
@@ -49,7 +49,7 @@ def test_a_traceparent_is_read_as_w3c_writes_it() -> None:
         f"00-{w3c.upper()}-01",
         "x" * 99,
     ):
-        assert SpanId.parse(wrong) is None, wrong
+        assert SpanContext.parse(wrong) is None, wrong
 
 
 def test_spans_arrive_with_their_parents_and_links(collector: Collector) -> None:

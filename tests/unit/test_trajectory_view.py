@@ -16,15 +16,8 @@ from headrace.base.errors import CodecError
 from headrace.records.score import Score
 from headrace.records.trajectory import Group, Sampling, Span
 from headrace.run import samples
-from headrace.run.samples import (
-    COLUMNS,
-    MaskReason,
-    SampleFiles,
-    StoredSample,
-    failed_record,
-    read_group,
-    record,
-)
+from headrace.run.sample_files import SampleFiles, read_group
+from headrace.run.samples import COLUMNS, MaskReason, StoredSample, failed_record, record
 from headrace.run.token_texts import TokenTexts
 from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample

@@ -19,6 +19,9 @@ from headrace.config.yaml_text import dump_value
 
 Kind = Literal["used", "replaced", "missing"]
 
+TRACKERS = ["wandb", "tensorboard", "mlflow"]
+NO_SUCH_LOSS = "its form of the loss is not there; docs/recipes.md has those that are"
+
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
@@ -33,7 +36,7 @@ class Row:
 
     `says` is, for a used key, ours; for a replaced one, what does its work here; for a missing one, why there is none and what to use.
     `default` is theirs. `direct`: ours takes the same value. `quiet` are values of a missing key that ask for nothing, besides its
-    default, null, false and empty.
+    default, null, false and empty. `only_with` is what else a run has to set for a used key to do anything there.
     """
 
     name: str
@@ -42,15 +45,16 @@ class Row:
     default: Any = None
     direct: bool = False
     quiet: tuple[Any, ...] = ()
+    only_with: str = ""
 
 
 def direct(name: str, key: str, default: Any) -> Row:
     return Row(name, "used", key, default, direct=True)
 
 
-def used(names: str, says: str, default: Any = None) -> Iterator[Row]:
+def used(names: str, says: str, default: Any = None, only_with: str = "") -> Iterator[Row]:
     for name in names.split():
-        yield Row(name, "used", says, default)
+        yield Row(name, "used", says, default, only_with=only_with)
 
 
 def replaced(names: str, says: str) -> Iterator[Row]:
@@ -92,6 +96,9 @@ class Draft:
 
     def is_given(self, *names: str) -> bool:
         return any(name in self.given for name in names)
+
+    def those_given(self, *names: str) -> list[str]:
+        return [name for name in names if name in self.given]
 
     def value(self, name: str, like: Any = None) -> Any:
         """Return the value of a key of theirs; its default if the run doesn't set it, or sets what can't be read, or what is not like the
@@ -141,11 +148,19 @@ class Draft:
             return
         self.settings[keys] = Setting(value, own, "; ".join(filter(None, (of, says))))
 
-    def note(self, name: str, why: str, under: list[str] | None = None) -> None:
-        """Report a key of theirs, or a value of it: without a counterpart, if not `under` another of the lists."""
-        self._noted.add(name)
+    def copy(self, name: str, key: str) -> None:
+        """Put the value of a key of theirs, if it has one."""
+        value = self.value(name)
+        if value is not None:
+            self.put(key, value, name)
+
+    def note(self, names: str | Sequence[str], why: str, under: list[str] | None = None) -> None:
+        """Report keys of theirs, or values of them: without a counterpart, if not `under` another of the lists."""
+        names = [names] if isinstance(names, str) else names
+        self._noted.update(names)
         notes = self.missing if under is None else under
-        notes.append(f"{name} {_short(self.given.get(name))}: {why}" if name in self.given else f"{name}: {why}")
+        shown = (f"{name} {_short(self.given[name])}" if name in self.given else name for name in names)
+        notes.append(f"{', '.join(shown)}: {why}")
 
     def add(self, text: str) -> None:
         """Report what the user has to add."""
@@ -181,8 +196,12 @@ class Draft:
                 self.missing.append(f"{shown}: {row.says}")
         elif isinstance(value, Unread):
             self._refuse(name, value.text, self._ours(row))
-        else:
+        elif value in (None, row.default) or (value is False and row.default is None):
             self.same.append(f"{shown}: nothing to set beside the other keys ({self._ours(row)})")
+        elif row.only_with:
+            self.same.append(f"{shown}: it does nothing without {row.only_with}")
+        else:
+            self.missing.append(f"{shown}: not understood; set {self._ours(row)} yourself")
 
     def _find(self, name: str) -> Row | None:
         """Return the row of a key: the one of its name, or else the longest pattern that matches."""
@@ -226,6 +245,29 @@ class Draft:
         order = list(Config.model_fields)
         lines += ["", *_write(dict(sorted(self.settings.items(), key=lambda item: order.index(item[0][0]))), ())]
         return "\n".join(lines) + "\n"
+
+
+def put_trackers(draft: Draft, reports: Any, name: str, quiet: tuple[str, ...]) -> None:
+    """Put the trackers that their key `name` lists. Those in `quiet` ask for nothing."""
+    reports = reports if isinstance(reports, list) else [reports]
+    for tracker in TRACKERS:
+        if tracker in reports:
+            draft.put(f"logger.{tracker}_enabled", True, name)
+    if others := ", ".join(str(each) for each in reports if each not in (*TRACKERS, *quiet)):
+        draft.note(name, f"{others}: W&B, TensorBoard and MLflow are there, and curves without any of them")
+    elif draft.is_given(name) and not any(tracker in reports for tracker in TRACKERS):
+        draft.note(name, "no tracker", draft.same)
+
+
+def put_adapted_layers(draft: Draft, modules: Any, names: str, excluded: str) -> None:
+    """Put the layers that an adapter has: `modules`, the value of their key `names`, without those of their key `excluded`."""
+    draft.put(("policy", "lora_cfg", "init"), "uniform", says="as PEFT draws A")
+    if isinstance(modules, list) or modules == "all-linear":
+        draft.put(("policy", "lora_cfg", "target_modules"), modules if isinstance(modules, list) else [], names)
+    elif modules is not None:
+        draft.note(names, "give a list of names: policy.lora_cfg.target_modules")
+    if without := draft.value(excluded, []):
+        draft.put("policy.lora_cfg.exclude_modules", without, excluded)
 
 
 def _write(settings: Mapping[tuple[str, ...], Setting], place: tuple[str, ...]) -> Iterator[str]:

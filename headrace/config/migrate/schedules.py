@@ -20,13 +20,14 @@ def put_schedule(
     1, and the schedule after it. `total` are the trainer steps of the run, if they are known, of `in_batch` optimizer steps each; `least`
     is the last rate's share of the first."""
     if kind not in (*_DECAYS, *_FLAT):
-        draft.note(names[0], f"{kind}: policy.scheduler takes torch's schedulers; written is a constant rate")
+        draft.note(names, f"{kind}: policy.scheduler takes torch's schedulers; written is a constant rate")
         return
     if (kind in _DECAYS or 0 < warm < 1) and total is None:
-        draft.add(
-            f"policy.scheduler: a schedule ({kind}, warm-up {warm:g}) needs the number of trainer steps, which the data "
-            f"decides; give it with "
-            "--steps. Written is a constant rate"
+        draft.note(
+            names,
+            f"policy.scheduler: a schedule ({kind}, warm-up {warm:g}) needs the number of trainer steps, which the data decides; "
+            "give it with --steps. Written is a constant rate",
+            draft.to_add,
         )
         return
     of_run = total or 0
@@ -47,9 +48,8 @@ def put_schedule(
         parts.append({"milestones": [warm_steps]})
     if parts:
         draft.put(("policy", "scheduler"), parts, *names)
-    else:
-        for name in filter(draft.is_given, names):
-            draft.note(name, "the rate is constant", draft.same)
+    elif given := draft.those_given(*names):
+        draft.note(given, "the rate is constant", draft.same)
 
 
 def _named(name: str, **kwargs: float) -> dict[str, Any]:

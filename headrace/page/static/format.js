@@ -52,9 +52,18 @@ export const clock = (seconds) => {
   return `${at.toLocaleTimeString("sv")}.${Math.floor(at.getMilliseconds() / 100)}`;
 };
 
-/** How long ago, from now. */
-export const ago = (seconds) =>
-  seconds === null || seconds === undefined ? "–" : `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago`;
+/** How long ago, from now, as people say it: "12 s ago", "48 min ago", "5 h ago", "3 d ago". */
+export function ago(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const past = Math.max(0, Date.now() / 1000 - seconds);
+  const [, size, unit] = [
+    [172800, 86400, "d"],
+    [3600, 3600, "h"],
+    [60, 60, "min"],
+    [0, 1, "s"],
+  ].find(([least]) => past >= least);
+  return `${Math.floor(past / size)} ${unit} ago`;
+}
 
 /** Bytes in binary units. */
 export function bytes(value) {

@@ -58,8 +58,12 @@ class CheckpointWriter:
 
     def add_metrics(self, version: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the checkpoint of `version` once it is published. A no-op without such a checkpoint."""
-        checkpoints = self._context.checkpoints
-        self._then(lambda: asyncio.to_thread(checkpoints.add_metrics, version, self._timeline, metrics))
+
+        async def add() -> None:
+            await asyncio.to_thread(self._context.checkpoints.add_metrics, version, self._timeline, metrics)
+            self._wake_uploads()
+
+        self._then(add)
 
     async def poll(self) -> None:
         """Raise the error of what has failed. With several ranks this is a collective while they write, so no other may be running."""
@@ -130,6 +134,7 @@ class CheckpointWriter:
         log.info("checkpoint %s, written in %.2f s", context.checkpoints.path(state.version), took)
         # a server that loses everything after this takes nothing from the history of what the checkpoint was trained on
         await context.retry(context.history.write_all)
+        self._wake_uploads()
         try:
             await context.retry(lambda: context.replay.commit(state.version, self._timeline, steps))
         except WrongStep as refusal:
@@ -137,6 +142,10 @@ class CheckpointWriter:
                 f"the buffer's server lost a step that was trained ({refusal}); start this trainer again: it resumes from its checkpoint "
                 "and restores the buffer"
             ) from refusal
+
+    def _wake_uploads(self) -> None:
+        if self._context.uploads is not None:
+            self._context.uploads.wake()
 
     async def _await_written(self, parts: Awaitable[T]) -> T:
         try:

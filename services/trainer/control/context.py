@@ -19,6 +19,7 @@ from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
+from headrace_services.trainer.control.uploads import Uploads
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.telemetry.http import Gauges
 from headrace_services.trainer.telemetry.now_writer import NowWriter
@@ -34,6 +35,7 @@ class Dependencies:
 
     replay: Callable[[str, str | None, float], Awaitable[ReplayClient]] = ReplayClient.connect
     sender: Callable[[Config, ReplayClient], WeightSender] = WeightSender
+    uploads: Callable[[Config], Uploads | None] = Uploads.of
     checkpoints: Callable[[Config], Checkpoints] = lambda config: Checkpoints(
         config.checkpoint_folder, config.checkpointing
     )
@@ -79,6 +81,7 @@ class TrainerContext:
     now: NowWriter
     stop: asyncio.Event
     began: float
+    uploads: Uploads | None = None  # without `checkpointing.store`
     clock: Callable[[], float] = time.monotonic
 
     async def torch(self, work: Callable[[], T]) -> T:

@@ -86,7 +86,7 @@ class GroupSpans:
     def _state_span(self, name: str, group: _Group, row: GroupEvent, now_ms: int) -> tracing.EndedSpan:
         root = tracing.group_span(self._run, name)
         at, attributes = root.fresh(), group.of_state
-        links: tuple[tracing.SpanId, ...] = ()
+        links: tuple[tracing.SpanContext, ...] = ()
         if group.state == "generating":
             assert group.lease is not None
             at = tracing.lease_span(self._run, name, *group.lease)

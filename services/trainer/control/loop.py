@@ -62,6 +62,7 @@ class Loop:
         self._timeline = resumed.timeline
         self._ledger = resumed.ledger
         self._writer = CheckpointWriter(context, resumed.timeline)
+        self._uploads = context.uploads
         self._plan = Plan.of(config, can_validate=context.prompts.can_validate)
         lines = surviving(context.journal.read())
         self._fleet = Fleet(config, context, resumed.timeline)
@@ -121,6 +122,8 @@ class Loop:
                 feeding.result()  # its error ends the run
             self._context.history.poll()
             await self._writer.poll()
+            if self._uploads is not None:
+                self._uploads.poll()
             replicas = await self._call(self._replay.replicas)
             await self._validations.poll()
             run = await self._call(self._replay.state)
@@ -132,6 +135,7 @@ class Loop:
             match decision.action:
                 case Action.STOP:
                     await self._writer.finish()
+                    await self._finish_uploads()
                     log.info(
                         "stopped at version %d; the next start continues from checkpoint %s%s",
                         self._version, "of the initial model" if self._saved is None else self._saved,
@@ -152,6 +156,7 @@ class Loop:
                     if isinstance(self._reply, End) and self._version < self._plan.last_version:
                         log.info("the prompts are used up after %d steps (max_num_epochs)", self._version)
                     await self._writer.finish()
+                    await self._finish_uploads()
                     await self._finish()
                     return True
                 case Action.CHECKPOINT:
@@ -244,7 +249,7 @@ class Loop:
             tracing.emit(tracing.EndedSpan("step", at, None, self._step_began_ns, ended_ns, attributes))
             self._step_began_ns = ended_ns
 
-    def _traced(self, name: str, links: Sequence[tracing.SpanId] = ()) -> tracing.Span:
+    def _traced(self, name: str, links: Sequence[tracing.SpanContext] = ()) -> tracing.Span:
         """Return a span of the step that makes the next version."""
         step = tracing.step_span(self._replay.run_id, self._timeline, self._version)
         attributes = tracing.named(step=self._version, timeline=self._timeline)
@@ -272,6 +277,8 @@ class Loop:
         await self._fleet.compare(step, trained.errors)
         metrics = await self._recorder.measure(reservation, groups, trained, began, len(self._fleet.alive))
         metrics |= self._writer.take_metrics()
+        if self._uploads is not None:
+            metrics |= self._uploads.take_metrics()
         self._reward = metrics["reward"]
         self._version, self._reply = step + 1, None
         self._fleet.outdate()
@@ -342,6 +349,13 @@ class Loop:
         await self._writer.save(state, self._ledger.cut(), keep, files)
         self._saved = state.version
         self._saved_in_time |= self._must_save(self._clock())
+
+    async def _finish_uploads(self) -> None:
+        """Wait until the store has the newest checkpoint. Raises `ServiceError` if it does not get there: the run's machine may be gone
+        soon."""
+        if self._uploads is not None:
+            self._context.now.waits = f"the upload of checkpoint {self._saved} to {self._config.checkpointing.store}"
+            await self._uploads.finish()
 
     async def _finish(self) -> None:
         await self._context.telemetry.draw_end()

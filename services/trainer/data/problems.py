@@ -13,11 +13,12 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Any
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, Problems
 from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.config.environments import EnvConfig
 from headrace.records.trajectory import Message
-from headrace_services.trainer.data.sources import Problem, on_the_hub, read, repeats
+from headrace_services.trainer.data.faults import BadRow, Faults
+from headrace_services.trainer.data.sources import Problem, faults_of, on_the_hub, read, repeats
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ def load_problems(
 
     Two problems are equal if their messages, their keys and the fields named by their prompt files are, whatever else prompt files and
     system prompts contain. Only the first of equal problems is kept (unless `remove_duplicates` is false). A validation problem is never in
-    training. Raises `ConfigError` if a source or one of its files can't be used, or if nothing is left to train on.
+    training. Raises `ConfigError` with everything that is wrong with the sources, their files and their rows, or if nothing is left to
+    train on.
     """
     training, validation = _own_problems(data, env, left_out)
     if not training:
@@ -54,36 +56,32 @@ def load_evaluated(data: DataConfig, env: Mapping[str, EnvConfig] = _NO_ENV) -> 
         whole = "train" in asked or any(source.split_validation_size for source in data.train)
         training, validation = _own_problems(data if whole else data.model_copy(update={"train": []}), env)
         own = {"train": training, "validation": validation}
-    found = {}
+    found, wrong = {}, Problems()
     for number, (name, source) in enumerate(asked.items()):
         key = f"data.evaluate.{name}"
-        found[name] = own[name] if source is None else _of_source(source, number, key, env, once=data.remove_duplicates)
-        if not found[name]:
-            raise ConfigError(f"{key}: the data set has no problem; name another one")
+        with wrong.gathered():
+            part = None if source is None else [_read(source, number, key, env, held_out=True)]
+            found[name] = own[name] if part is None else _assemble(part, set(), None, once=data.remove_duplicates)
+            if not found[name]:
+                raise ConfigError(f"{key}: the data set has no problem; name another one")
+    wrong.tell()
     return found
-
-
-def _of_source(
-    source: DataSourceConfig, number: int, key: str, env: Mapping[str, EnvConfig], *, once: bool
-) -> list[Problem]:
-    problems = _read(source, key, env, held_out=True)
-    return _assemble([(_Template.of(source, number), problems)], set(), None, once=once)
 
 
 def _own_problems(
     data: DataConfig, env: Mapping[str, EnvConfig], left_out: Counter[str] | None = None
 ) -> tuple[list[Problem], list[Problem]]:
     """Return what `load_problems` does, but allow an empty training set."""
-    validation: list[tuple[_Template, list[Problem]]] = []
-    train: list[tuple[_Template, list[Problem]]] = []
-    for number, source in enumerate(data.validation):
-        template = _Template.of(source, number)
-        validation.append((template, _read(source, f"data.validation[{number}]", env, held_out=True)))
-    for number, source in enumerate(data.train):
-        template = _Template.of(source, number)
-        problems = _read(source, f"data.train[{number}]", env, held_out=False)
-        size = round(len(problems) * source.split_validation_size)
-        chosen = set(random.Random(source.seed).sample(range(len(problems)), size))
+    parts: dict[str, list[tuple[_Template, list[Problem]]]] = {"validation": [], "train": []}
+    wrong = Problems()
+    for part, number, key, source in _numbered(data):
+        with wrong.gathered():
+            parts[part].append(_read(source, number, key, env, held_out=part == "validation"))
+    wrong.tell()
+    validation, train = parts["validation"], list[tuple[_Template, list[Problem]]]()
+    for template, problems in parts["train"]:
+        size = round(len(problems) * template.source.split_validation_size)
+        chosen = set(random.Random(template.source.seed).sample(range(len(problems)), size))
         validation.append((template, [problem for at, problem in enumerate(problems) if at in chosen]))
         train.append((template, [problem for at, problem in enumerate(problems) if at not in chosen]))
     held_out = {template.question(problem) for template, problems in validation for problem in problems}
@@ -91,32 +89,67 @@ def _own_problems(
     return training, _assemble(validation, set(), None, once=data.remove_duplicates)
 
 
-def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield what is wrong with the sources and their files, as (keys, message), by the first problem of each. Data sets of the Hugging Face
-    Hub are not read. From a data set of the user's own, only the first row is made."""
+def _numbered(data: DataConfig) -> Iterator[tuple[str, int, str, DataSourceConfig]]:
+    """Yield part, number and key of each data set of the run, in the order in which they are read."""
     for part, sources in (("validation", data.validation), ("train", data.train)):
         for number, source in enumerate(sources):
-            keys, key = ("data", part, str(number)), f"data.{part}[{number}]"
-            try:
-                template = _Template.of(source, number)
-                if source.dataset_name in ("reasoning_gym", "verifiers") or on_the_hub(source):
-                    continue
-                first = next(read(source, key, _NO_ENV, held_out=part == "validation"), None)
-                if first is None:
-                    raise ConfigError(
-                        f"{key}.data_path {source.data_path}: it has no problem; give one per line", "data_path"
-                    )
-                template.apply(first)
-            except ConfigError as error:
-                yield (*keys, error.key) if error.key else keys, str(error)
+            yield part, number, f"data.{part}[{number}]", source
+
+
+def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield what is wrong with the sources and their files, as (keys, message). Every row of a file is read; of rows that the user's own
+    code makes, only the first. Data sets of the Hugging Face Hub are not read."""
+    for part, number, key, source in _numbered(data):
+        keys = ("data", part, str(number))
+        if source.dataset_name in ("reasoning_gym", "verifiers") or on_the_hub(source):
+            continue
+        for option, message in _find_faults(source, number, key, part == "validation"):
+            yield (*keys, option) if option else keys, message
     if not data.train:
         yield ("data", "train"), "data.train names no data set, so there is nothing to train on; name one"
 
 
-def _read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, held_out: bool) -> list[Problem]:
-    problems = list(read(source, key, env, held_out=held_out))
+def _find_faults(source: DataSourceConfig, number: int, key: str, held_out: bool) -> Iterator[tuple[str | None, str]]:
+    """Yield the key at fault and what is wrong with a source."""
+    faults = faults_of(source, key)
+    try:
+        problems = _usable(_Template.of(source, number), key, _NO_ENV, faults, held_out=held_out)
+        if next(problems, None) is None and not faults:
+            yield "data_path", f"{key}.data_path {source.data_path}: it has no problem; give one per line"
+        if source.data_path is not None and source.processor is None:
+            for _ in problems:
+                pass
+    except ConfigError as error:
+        yield error.key, str(error)
+    yield from faults.problems()
+
+
+def _usable(
+    template: _Template, key: str, env: Mapping[str, EnvConfig], faults: Faults, *, held_out: bool
+) -> Iterator[Problem]:
+    """Yield the problems of the template's source; rows that can't be used go to `faults`."""
+    for where, problem in read(template.source, key, env, faults, held_out=held_out):
+        try:
+            template.check(problem)
+        except BadRow as error:
+            faults.add(where, error)
+        else:
+            yield problem
+
+
+def _read(
+    source: DataSourceConfig, number: int, key: str, env: Mapping[str, EnvConfig], *, held_out: bool
+) -> tuple[_Template, list[Problem]]:
+    """Return the problems of a source, and its template. Raises `ConfigError` with everything that is wrong with its rows."""
+    template, faults, wrong = _Template.of(source, number), faults_of(source, key), Problems()
+    problems: list[Problem] = []
+    with wrong.gathered():
+        problems.extend(_usable(template, key, env, faults, held_out=held_out))
+    for _, message in faults.problems():
+        wrong.add(message)
+    wrong.tell()
     log.info("%s: %d problems", key, len(problems))
-    return problems
+    return template, problems
 
 
 def _assemble(
@@ -179,20 +212,22 @@ class _Template:
             asked = [asked, *(problem.extra_env_info.get(name) for name in self.fields)]
         return json.dumps(asked, sort_keys=True)
 
-    def apply(self, problem: Problem) -> Problem:
-        """Return the problem with the prompt around its last message, and with the system prompt first unless it has one."""
+    def check(self, problem: Problem) -> None:
+        """Raise `BadRow` if the problem lacks a field of the prompt, and `ConfigError` if no environment is to score it."""
         if self.source.env_name is None:
             raise ConfigError(f"data: task {problem.task_name!r} has no env_name; set data.default.env_name")
+        info = problem.extra_env_info
+        if lacking := [name for name in self.fields if name not in info]:
+            kind = f"prompt_file {self.source.prompt_file}: {{{lacking[0]}}} is not a field of {problem.task_name}"
+            raise BadRow(f"{kind}, which has {', '.join(map(repr, info)) or 'none'}; {_BRACES}", kind, "prompt_file")
+
+    def apply(self, problem: Problem) -> Problem:
+        """Return a problem that passes `check` with the prompt around its last message, and with the system prompt first unless it has
+        one."""
         messages: tuple[Message, ...] = problem.messages
         if self.prompt is not None:
             *before, last = messages
             info = problem.extra_env_info
-            if lacking := [name for name in self.fields if name not in info]:
-                raise ConfigError(
-                    f"prompt_file {self.source.prompt_file}: {{{lacking[0]}}} is not a field of {problem.task_name}, which has "
-                    f"{', '.join(map(repr, info)) or 'none'}; {_BRACES}",
-                    "prompt_file",
-                )
             fields = {name: info[name] for name in self.fields}
             messages = (*before, {**last, "content": self.prompt.format(last["content"], **fields)})
         if self.system is not None and messages[0]["role"] != "system":

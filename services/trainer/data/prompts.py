@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 from jinja2 import TemplateError
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, Problems
 from headrace.config import Config
 from headrace.records.trajectory import Group, Lane, Message, Sampling
 from headrace.run.evaluation import validation_id
 from headrace.run.prompt_counts import PromptCounts
+from headrace_services.trainer.data.faults import list_first
 from headrace_services.trainer.data.model_tokens import ModelTokens
 from headrace_services.trainer.data.problems import load_evaluated, load_problems
 from headrace_services.trainer.data.sources import Problem
@@ -60,9 +61,13 @@ class Prompts:
                     for problem in problems
                     if (reason := self._builder.too_long(problem))
                 ]
-        self._train = self._fitting(train, "data.train")
         keys = {name: "data.validation" if data.evaluate is None else f"data.evaluate.{name}" for name in asked}
-        held_out = [(name, fit) for name, problems in asked.items() for fit in self._fitting(problems, keys[name])]
+        wrong = Problems()
+        self._train = self._fitting(train, "data.train", wrong)
+        held_out = [
+            (name, fit) for name, problems in asked.items() for fit in self._fitting(problems, keys[name], wrong)
+        ]
+        wrong.tell()
         self._order = _make_order(self._train, config) if data.evaluate is None else ()
         self._lock = threading.Lock()
         self.counts = PromptCounts(
@@ -119,13 +124,20 @@ class Prompts:
         for problem in (*self._train, *(problem for _, problem in self._held_out)):
             yield problem, self._builder.encode(problem)
 
-    def _fitting(self, problems: list[Problem], key: str) -> list[Problem]:
-        """Return the problems of `key` that fit. Raises `ConfigError` for longer ones, unless they are left out and some remain; for
-        messages that the chat template refuses, and for tokens that the model does not know."""
+    def _fitting(self, problems: list[Problem], key: str, wrong: Problems) -> list[Problem]:
+        """Return the problems of `key` that fit. Adds to `wrong` longer ones, unless they are left out and some remain; messages that the
+        chat template refuses; and tokens that the model does not know."""
         # a template refuses sequences of roles, so one problem for each is enough; encoding all of them takes too long
         by_roles = {tuple(message["role"] for message in problem.messages): problem for problem in problems}
+        refused = []
         for problem in problems if self._builder.knows_more_than_the_model else by_roles.values():
-            self._builder.encode(problem)
+            try:
+                self._builder.encode(problem)
+            except ConfigError as error:
+                refused.append(str(error))
+        if refused:
+            wrong.add("\n".join([refused[0], *list_first(refused[1:], len(refused) - 1)]))
+            return []
         found = [(problem, self._builder.too_long(problem)) for problem in problems]
         fitting = [problem for problem, reason in found if reason is None]
         numbered = self._config.data.evaluate is None  # the sources of an evaluation have names
@@ -134,19 +146,17 @@ class Prompts:
             for problem, reason in found
             if reason is not None
         ]
-        if not reasons:
-            return fitting
-        if self._config.data.overlong_prompts == "refuse":
+        if reasons and self._config.data.overlong_prompts == "refuse":
             more = f" ({len(reasons)} of its {len(problems)} prompts are too long)" if len(reasons) > 1 else ""
-            raise ConfigError(
-                f"{reasons[0]}{more}; raise it, remove them from the data, or leave them out with data.overlong_prompts=leave_out"
-            )
-        if not fitting:
-            raise ConfigError(
+            remedy = "raise it, remove them from the data, or leave them out with data.overlong_prompts=leave_out"
+            wrong.add("\n".join([f"{reasons[0]}{more}; {remedy}", *list_first(reasons[1:], len(reasons) - 1)]))
+        elif reasons and not fitting:
+            wrong.add(
                 f"{key}: none of its {len(problems)} prompts fits; raise data.max_input_seq_length or "
                 "policy.max_total_sequence_length"
             )
-        log.warning("%s: %d of %d problems are left out: %s, …", key, len(reasons), len(problems), reasons[0])
+        elif reasons:
+            log.warning("%s: %d of %d problems are left out: %s, …", key, len(reasons), len(problems), reasons[0])
         return fitting
 
 
@@ -244,11 +254,10 @@ class GroupBuilder:
             key, name = self._config.tokenizer
             roles = ", ".join(message["role"] for message in problem.messages)
             raise ConfigError(
-                f"the chat template of {name} ({key}) refuses the prompt of {problem.task_name} problem {problem.index}, with messages of "
-                f"{roles}: {error}; correct the data, policy.tokenizer.chat_template or "
-                "policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
+                f"the chat template of {name} ({key}) refuses {_prompt_of(problem)}, with messages of {roles}: {error}; correct the data, "
+                "policy.tokenizer.chat_template or policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
             ) from error
-        self._tokens.check(ids, self._tokenizer, f"the prompt of {problem.task_name} problem {problem.index}")
+        self._tokens.check(ids, self._tokenizer, _prompt_of(problem))
         return ids
 
     def _apply_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
@@ -281,12 +290,18 @@ class GroupBuilder:
     def _too_long(self, problem: Problem, length: int) -> str | None:
         """Return why a prompt of `length` tokens does not fit, or None if it does."""
         context, limit = self._config.policy.max_total_sequence_length, self._config.data.max_input_seq_length
-        where = f"the prompt of {problem.task_name} problem {problem.index} has {length} tokens"
+        where = f"{_prompt_of(problem)} has {length} tokens"
         if limit is not None and length > limit:
             return f"{where}, more than data.max_input_seq_length {limit}"
         if length >= context:
             return f"{where}, and policy.max_total_sequence_length {context} leaves no room for a completion"
         return None
+
+
+def _prompt_of(problem: Problem) -> str:
+    """Name the prompt, and its row if it comes from a file."""
+    row = "" if problem.row is None else f" ({problem.row[0]}:{problem.row[1]})"
+    return f"the prompt of {problem.task_name} problem {problem.index}{row}"
 
 
 class PromptOrder:

@@ -1,6 +1,6 @@
 """Rows of data sets: those of a file (JSONL, a JSON list, or Parquet) or of the user's own code; and processors, which rewrite rows.
 
-An error names a row by its place in the file or data set.
+Rows that can't be used are gathered in `Faults`, each by its place in the file or data set.
 
 A data set or processor of the user's own is a function or class, named by its file, `FILE.py:NAME`, or by its path, `package.module.NAME`.
 It runs in the trainer, and wherever the prompts are read: `headrace config check`, `headrace data show`. Other processors know rows of a
@@ -23,6 +23,7 @@ from headrace.base import strict_json
 from headrace.base.errors import ConfigError
 from headrace.env.environment_file import run_file
 from headrace.env.reward_function import TRL, VERL
+from headrace_services.trainer.data.faults import BadRow, Faults
 
 # Where verl has the expected answer of a row.
 VERL_TRUTH = "reward_model.ground_truth"
@@ -30,19 +31,24 @@ VERL_TRUTH = "reward_model.ground_truth"
 _LONGEST_LINE = 64 << 20
 
 
-def file_rows(path: Path, key: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def file_rows(path: Path, key: str, faults: Faults) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield the place, its number and the fields of each row of `path`, which `key` gave: lines count from 1, items of a list and rows of
-    Parquet from 0. Raises `ConfigError` naming file and line."""
+    Parquet from 0. Rows that are none go to `faults`. Raises `ConfigError` for a file that can't be read."""
     try:
-        for where, number, row in _read(path, key):
-            if not isinstance(row, dict):
-                raise bad_row(where, f"a JSON {type(row).__name__}, not an object", key)
-            yield where, number, row
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file",
-            "data_path",
-        ) from error
+        for where, number, row in _read(path, key, faults):
+            if isinstance(row, dict):
+                yield where, number, row
+            else:
+                faults.add(where, BadRow(f"a JSON {type(row).__name__}, not an object"))
+    except OSError as error:
+        raise _unreadable(path, key, error) from error
+
+
+def _unreadable(path: Path, key: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{key}.data_path {path}: can't be read ({error}); give a JSONL file in UTF-8, a JSON list, or a Parquet file",
+        "data_path",
+    )
 
 
 class Columns(NamedTuple):
@@ -68,71 +74,83 @@ def columns_of(row: Mapping[str, Any], input_key: str, output_key: str | None) -
     return Columns("prompt", output_key, whose)
 
 
-class MissingField(ValueError):
-    """Raised when a row lacks the field that the key `option` names."""
-
-    def __init__(self, message: str, option: str) -> None:
-        super().__init__(message)
-        self.option = option
-
-
-def bad_row(where: str, error: object, key: str) -> ConfigError:
-    option = error.option if isinstance(error, MissingField) else "data_path"
-    return ConfigError(f"{where}: {error}; correct or remove the line ({key}.data_path)", option)
-
-
 def check_carried(fields: dict[str, Any]) -> None:
-    """Raise `ValueError` for a field that JSON and msgpack can't carry to the buffer and to environments."""
-    for name, value in fields.items():
-        if not isinstance(name, str):
-            raise ValueError(f"the field name {name!r} is not text; rename the field")
-        try:
-            json.dumps({name: value}, allow_nan=False)
-            msgspec.msgpack.encode({name: value})
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"field {name!r} can't be stored as JSON and msgpack ({error}); write it as text, or leave it out"
-            ) from error
+    """Raise `BadRow` for a field that JSON and msgpack can't carry to the buffer and to environments."""
+    if any(not isinstance(name, str) for name in fields) or _refusal(fields) is not None:
+        for name, value in fields.items():  # which of them it is
+            if not isinstance(name, str):
+                raise BadRow(f"the field name {name!r} is not text; rename the field", "a field name is not text")
+            if error := _refusal({name: value}):
+                kind = f"field {name!r} can't be stored as JSON and msgpack"
+                raise BadRow(f"{kind} ({error}); write it as text, or leave it out", kind)
 
 
-def _read(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
+def _refusal(fields: dict[str, Any]) -> Exception | None:
+    try:
+        json.dumps(fields, allow_nan=False)
+        msgspec.msgpack.encode(fields)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return error
+    return None
+
+
+def _read(path: Path, key: str, faults: Faults) -> Iterator[tuple[str, int, Any]]:
     if path.suffix == ".parquet":
         return _parquet(path, key)
-    if path.suffix == ".json" and _is_list(path):
+    if path.suffix == ".json" and _is_list(path, key):
         return _json_list(path, key)
-    return _jsonl(path, key)
+    return _jsonl(path, faults)
 
 
-def _jsonl(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
+def _jsonl(path: Path, faults: Faults) -> Iterator[tuple[str, int, Any]]:
     # not `splitlines`, which also splits at characters that a JSON text may contain; utf-8-sig drops a byte order mark
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         number = 0
         while line := file.readline(_LONGEST_LINE):
             number += 1
             where = f"{path}:{number}"
-            if len(line) == _LONGEST_LINE:
-                raise bad_row(where, f"the line has {_LONGEST_LINE} characters or more", key)
-            if line.strip():
-                yield where, number, _parse(line, where, key)
+            try:
+                if len(line) == _LONGEST_LINE:
+                    while line and not line.endswith("\n"):
+                        line = file.readline(_LONGEST_LINE)
+                    raise BadRow(f"the line has {_LONGEST_LINE} characters or more")
+                if not line.strip():
+                    continue
+                row = _parse(line)
+            except BadRow as error:
+                faults.add(where, error)
+                continue
+            yield where, number, row
 
 
 def _json_list(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
-    for number, row in enumerate(_parse(path.read_text(encoding="utf-8-sig"), str(path), key)):
+    try:
+        items = _parse(path.read_text(encoding="utf-8-sig"))
+    except (BadRow, UnicodeDecodeError) as error:
+        raise _unreadable(path, key, error) from error
+    for number, row in enumerate(items):
         yield f"item {number} of {path}", number, row
 
 
-def _is_list(path: Path) -> bool:
-    with path.open(encoding="utf-8-sig") as file:
-        return file.read(4096).lstrip().startswith("[")
-
-
-def _parse(text: str, where: str, key: str) -> Any:
+def _is_list(path: Path, key: str) -> bool:
     try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(4096).lstrip().startswith("[")
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, key, error) from error
+
+
+def _parse(text: str) -> Any:
+    try:
+        if not text.isascii():
+            text.encode()
         return strict_json.decode(text)
+    except UnicodeEncodeError as error:
+        raise BadRow(f"it is not UTF-8 (byte {ord(text[error.start]) - 0xDC00:#x})", "it is not UTF-8") from error
     except RecursionError as error:
-        raise bad_row(where, "it is nested too deeply", key) from error
+        raise BadRow("it is nested too deeply") from error
     except ValueError as error:
-        raise bad_row(where, error, key) from error
+        raise BadRow(str(error), "it is not JSON") from error
 
 
 def _parquet(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
@@ -161,33 +179,37 @@ def _parquet(path: Path, key: str) -> Iterator[tuple[str, int, Any]]:
 # -- data sets and processors of the user's own -------------------------------------------------------------------------
 
 
-def processor(name: str, key: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
-    """Return the processor of this name, one of `PROCESSORS` or the user's own: a function of a row and its place that returns a row.
+def processor(name: str, key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the processor of this name, one of `PROCESSORS` or the user's own: a function of a row that returns a row. A call that fails
+    raises `BadRow`.
 
-    Raises `ConfigError` if there is no such function. A call that fails raises it too.
+    Raises `ConfigError` if there is no such function.
     """
     if name in PROCESSORS:
         return PROCESSORS[name]
     with _blaming(key):
         function = _load(name, key)
+    shown = set[str]()  # the kinds of errors whose trace was made: of a million rows with one, the first shows it
 
-    @_blaming(key)
-    def process(row: dict[str, Any], where: str) -> dict[str, Any]:
+    def process(row: dict[str, Any]) -> dict[str, Any]:
         try:
             made = function(row)
         except Exception as error:  # whatever the user's code raises is shown to them
-            raise _error_in(f"{where}: {key} {name}", error) from error
+            raised = f"{_place_in_code(error)}raised {type(error).__name__}"
+            kind = f"{name}: {raised}"
+            detail = "" if kind in shown else f"\n{_trace(error)}"
+            shown.add(kind)
+            raise BadRow(f"{kind}: {error}{detail}", kind, "processor") from error
         if not isinstance(made, dict):
-            raise ConfigError(
-                f"{where}: {key} {name} returned {made!r:.80}, not a mapping of fields; return one for each row"
-            )
+            wanted = "not a mapping of fields; return one for each row"
+            raise BadRow(f"{name} returned {made!r:.80}, {wanted}", f"{name} returned {wanted}", "processor")
         return made
 
     return process
 
 
-def own_rows(name: str, arguments: dict[str, Any], key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the fields of each row of a data set of the user's own.
+def own_rows(name: str, arguments: dict[str, Any], key: str, faults: Faults) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place and the fields of each row of a data set of the user's own. Rows that are none go to `faults`.
 
     The rows are what the function or class `name`, called with `arguments`, returns, or its attribute `dataset`.
     """
@@ -197,14 +219,12 @@ def own_rows(name: str, arguments: dict[str, Any], key: str) -> Iterator[tuple[s
         try:
             returned = made(**arguments)
             for row in getattr(returned, "dataset", returned):
-                if not isinstance(row, dict):
-                    raise ConfigError(
-                        f"{key} {name}, row {number}: it is {row!r:.80}, not a mapping of fields; yield one for each problem"
-                    )
-                yield f"{key}: row {number} of {name}", row
+                where = f"{key}: row {number} of {name}"
+                if isinstance(row, dict):
+                    yield where, row
+                else:
+                    faults.add(where, BadRow(f"it is {row!r:.80}, not a mapping of fields", "not a mapping of fields"))
                 number += 1
-        except ConfigError:
-            raise
         except Exception as error:  # whatever the user's code raises is shown to them
             raise _error_in(f"{key} {name}, row {number}", error) from error
 
@@ -241,10 +261,14 @@ def _load(name: str, key: str) -> Callable[..., Any]:
 
 
 def _error_in(what: str, error: Exception) -> ConfigError:
-    at = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigError(f"{what}: {_place_in_code(error)}raised {type(error).__name__}: {error}\n{_trace(error)}")
+
+
+def _place_in_code(error: Exception) -> str:
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
     # a call with the wrong arguments fails in this file, where it is made
-    where = "" if at.filename == __file__ else f"{at.filename}:{at.lineno} "
-    return ConfigError(f"{what}: {where}raised {type(error).__name__}: {error}\n{_trace(error)}")
+    return "" if file == __file__ else f"{file}:{line} "
 
 
 def _trace(error: Exception) -> str:
@@ -279,7 +303,7 @@ def helpsteer3(row: Mapping[str, Any]) -> dict[str, Any]:
     raise _lacks(row, "context, response1, response2 and overall_preference")
 
 
-def multiple_choice(row: dict[str, Any], where: str) -> dict[str, Any]:
+def multiple_choice(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with the question and its options below it as prompt, in NeMo RL's words."""
     match row:
         case {"question": str(question), "options": {**options}, "answer": answer}:
@@ -290,10 +314,9 @@ def multiple_choice(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 # Built-in processors, by the name in `processor`.
-PROCESSORS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
-    "multichoice_qa_processor": multiple_choice
-}
+PROCESSORS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"multichoice_qa_processor": multiple_choice}
 
 
-def _lacks(row: Mapping[str, Any], what: str) -> ValueError:
-    return ValueError(f"it needs {what}, as text, and has {', '.join(map(repr, row)) or 'nothing'}")
+def _lacks(row: Mapping[str, Any], what: str) -> BadRow:
+    kind = f"it needs {what}, as text"
+    return BadRow(f"{kind}, and has {', '.join(map(repr, row)) or 'nothing'}", kind)

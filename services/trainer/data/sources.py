@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from headrace.config.environments import EnvConfig, VerifiersConfig
 from headrace.env.verifiers import program
 from headrace.records.trajectory import Message
 from headrace_services.trainer.data import arithmetic, rows
+from headrace_services.trainer.data.faults import BadRow, Faults
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"
@@ -90,27 +91,44 @@ HUB_DATASETS: Mapping[str, HubDataset] = {
 }
 
 
-def read(source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], *, held_out: bool) -> Iterator[Problem]:
-    """Yield the problems of `source` in its own order, duplicates included. `index` and templates are set later.
+def read(
+    source: DataSourceConfig, key: str, env: Mapping[str, EnvConfig], faults: Faults, *, held_out: bool
+) -> Iterator[tuple[str, Problem]]:
+    """Yield the problems of `source` in its own order, duplicates included, each with its place for errors. `index` and templates are set
+    later. Rows that can't be used go to `faults`.
 
-    `env` are the run's environments. Raises `ConfigError` naming `key`, the value and the remedy.
+    `env` are the run's environments. Raises `ConfigError` naming `key`, the value and the remedy for a source that can't be read.
     """
     if on_the_hub(source) or (source.data_path is not None and Path(source.data_path).is_dir()):
-        return _hub(source, key)
+        return _hub(source, key, faults)
     if source.data_path is not None:
-        return _file(source, key)
+        return _file(source, key, faults)
     if source.dataset_name == "arithmetic":
-        return _arithmetic(source, key, held_out)
+        return _numbered(_arithmetic(source, key, held_out), key)
     if source.dataset_name == "reasoning_gym":
-        return _reasoning_gym(source, key)
+        return _numbered(_reasoning_gym(source, key), key)
     if source.dataset_name == "verifiers":
-        return _verifiers(source, env)
+        return _numbered(_verifiers(source, env), key)
     if source.dataset_name is not None:
-        return _own(source, key)
+        return _own(source, key, faults)
     raise ConfigError(
         f"{key}: give dataset_name (arithmetic, reasoning_gym, verifiers, {', '.join(HUB_DATASETS)}, FILE.py:NAME) or data_path (a JSONL "
         "or Parquet file, a folder, or owner/name of a data set on the Hugging Face Hub)"
     )
+
+
+def faults_of(source: DataSourceConfig, key: str) -> Faults:
+    """Return where the rows of `source` go that can't be used."""
+    if source.data_path is not None and Path(source.data_path).is_file():
+        return Faults(key, "data_path", "correct or remove the line")
+    if source.dataset_name is not None and not on_the_hub(source):
+        return Faults(key, "dataset_name", "correct the code that makes it")
+    return Faults(key, "dataset_name" if source.dataset_name else "data_path", f"choose another, {_AS_JSONL}")
+
+
+def _numbered(problems: Iterable[Problem], key: str) -> Iterator[tuple[str, Problem]]:
+    for number, problem in enumerate(problems):
+        yield f"{key}: problem {number} of {problem.task_name}", problem
 
 
 def repeats(source: DataSourceConfig) -> int:
@@ -121,20 +139,20 @@ def repeats(source: DataSourceConfig) -> int:
 def _problem(
     source: DataSourceConfig, question: Any, info: dict[str, Any], task: str, field: str | None = None
 ) -> Problem:
-    """Make the problem with `question`, text or a list of messages, which is in `field` (null: `input_key`). Raises `ValueError` saying
-    what is wrong with it."""
+    """Make the problem with `question`, text or a list of messages, which is in `field` (null: `input_key`). Raises `BadRow`."""
     field = field or source.input_key
-    wrong = f"field {field!r} is {question!r:.80}, not text or a list of messages with role and content as text"
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
-    elif not isinstance(question, list) or not question:
-        raise ValueError(wrong)
-    for message in question:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(wrong)
+    elif not isinstance(question, list) or not question or not all(map(_is_message, question)):
+        wanted = "not text or a list of messages with role and content as text"
+        raise BadRow(f"field {field!r} is {question!r:.80}, {wanted}", f"field {field!r} is {wanted}")
     if question[-1]["role"] == "assistant":
-        raise ValueError(f"field {field!r} ends with a message of the assistant, which the policy should write")
+        raise BadRow(f"field {field!r} ends with a message of the assistant, which the policy should write")
     return Problem(0, tuple(question), info, source.env_name or "", task)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _arithmetic(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[Problem]:
@@ -183,43 +201,43 @@ def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterat
         yield dataclasses.replace(problem, key=row["task"]["key"])
 
 
-def _file(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+def _file(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
     """Yield one problem per row: `input_key` is text or messages, `output_key` the answer. Other fields go to the environment."""
     path, process = Path(source.data_path or ""), _processor(source, key)
     columns: rows.Columns | None = None
-    for where, number, row in rows.file_rows(path, key):
+    for where, number, row in rows.file_rows(path, key, faults):
         try:
-            processed = process(row, where)
+            processed = process(row)
             columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
             problem = _problem_of_row(processed, columns, source, path.stem)
-        except ValueError as error:
-            raise rows.bad_row(where, error, key) from error
-        yield dataclasses.replace(problem, row=(str(path), number))
+        except BadRow as error:
+            faults.add(where, error)
+        else:
+            yield where, dataclasses.replace(problem, row=(str(path), number))
 
 
-def _own(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+def _own(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
     name, process = source.dataset_name or "", _processor(source, key)
     task = name.rpartition(":")[2].rpartition(".")[2]
     columns: rows.Columns | None = None
-    for where, row in rows.own_rows(name, source.task_config, f"{key}.dataset_name"):
+    for where, row in rows.own_rows(name, source.task_config, f"{key}.dataset_name", faults):
         try:
-            processed = process(row, where)
+            processed = process(row)
             columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
-            yield _problem_of_row(processed, columns, source, task)
-        except ValueError as error:
-            option = error.option if isinstance(error, rows.MissingField) else "dataset_name"
-            raise ConfigError(f"{where}: {error}; correct the code that makes it", option) from error
+            yield where, _problem_of_row(processed, columns, source, task)
+        except BadRow as error:
+            faults.add(where, error)
 
 
-def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any], str], dict[str, Any]]:
-    """Return the source's processor: a function of a row and its place that returns a row."""
+def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the source's processor: a function of a row that returns a row."""
     if source.processor is None:
-        return lambda row, where: row
+        return lambda row: row
     return rows.processor(source.processor, f"{key}.processor")
 
 
 def _problem_of_row(row: dict[str, Any], columns: rows.Columns, source: DataSourceConfig, task_name: str) -> Problem:
-    """Make the problem of a row. Raises `ValueError` saying what is wrong with the row."""
+    """Make the problem of a row. Raises `BadRow`."""
     question, info, answer = _field(row, columns.question, "input_key"), dict(row), None
     if columns.whose is None or not isinstance(question, str):
         info.pop(columns.question, None)  # a text that stays tells a reward function of TRL's to expect texts
@@ -242,8 +260,8 @@ def describe_columns(source: DataSourceConfig, key: str) -> Iterator[str]:
     if source.data_path is None or on_the_hub(source) or not Path(source.data_path).is_file():
         return
     process = _processor(source, key)
-    for where, _, row in rows.file_rows(Path(source.data_path), key):
-        processed = process(row, where)
+    for _, _, row in rows.file_rows(Path(source.data_path), key, faults_of(source, key)):
+        processed = process(row)
         columns = rows.columns_of(processed, source.input_key, source.output_key)
         if columns.whose is not None:
             others = ", ".join(name for name in processed if name != columns.question) or "no other column"
@@ -265,7 +283,9 @@ def _last_answer(question: Any) -> tuple[Any, str | None]:
 
 def _answer(value: Any, name: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"field {name!r} is {value!r:.80}, not text or a number")
+        raise BadRow(
+            f"field {name!r} is {value!r:.80}, not text or a number", f"field {name!r} is not text or a number"
+        )
     return str(value)
 
 
@@ -285,7 +305,7 @@ def _hub_dataset(source: DataSourceConfig) -> HubDataset:
     return HubDataset(source.data_path or "", source.input_key, source.output_key)
 
 
-def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
+def _hub(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
     known, process = _hub_dataset(source), _processor(source, key)
     columns: rows.Columns | None = None
     is_known = source.dataset_name in HUB_DATASETS
@@ -294,18 +314,18 @@ def _hub(source: DataSourceConfig, key: str) -> Iterator[Problem]:
         for number, row in enumerate(_load_hub_dataset(known.path, subset, source.split or known.split, key)):
             where = f"{key}: row {number} of {known.path}"
             try:
-                processed = process(row, where)
+                processed = process(row)
                 columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
                 if source.processor is not None or (columns.whose is not None and not is_known):
-                    yield _problem_of_row(processed, columns, source, task)
+                    yield where, _problem_of_row(processed, columns, source, task)
                 else:
-                    yield _problem_of_hub_row(row, known, source, task)
-            except ValueError as error:
-                raise ConfigError(f"{where}: {error}; {_AS_JSONL}") from error
+                    yield where, _problem_of_hub_row(row, known, source, task)
+            except BadRow as error:
+                faults.add(where, error)
 
 
 def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
-    """Make the problem of a row. The environment gets only the answer. Raises `ValueError` saying what is wrong with the row."""
+    """Make the problem of a row. The environment gets only the answer. Raises `BadRow`."""
     if known.shape is not None:
         row = known.shape(row)
     question, answer = _field(row, known.question, "input_key"), None
@@ -315,7 +335,7 @@ def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataS
         answer = _answer(_field(row, known.answer, "output_key"), known.answer)
     if known.after is not None and answer is not None:
         if known.after not in answer:
-            raise ValueError(f"the answer {answer!r:.80} has no {known.after!r}")
+            raise BadRow(f"the answer {answer!r:.80} has no {known.after!r}", f"the answer has no {known.after!r}")
         answer = answer.rpartition(known.after)[2].strip()
     info = {} if answer is None else {"answer": answer}
     rows.check_carried({known.question: question, **info})
@@ -343,7 +363,7 @@ def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> An
 
 
 def _field(row: Mapping[str, Any], name: str, option: str) -> Any:
-    """Return the field of this name; dots lead into nested fields. Raises `MissingField` without it; `option` is the key that names it."""
+    """Return the field of this name; dots lead into nested fields. Raises `BadRow` without it; `option` is the key that names it."""
     if name in row:
         return row[name]
     value: Any = row
@@ -354,5 +374,6 @@ def _field(row: Mapping[str, Any], name: str, option: str) -> Any:
             value = value[part]
         else:
             there = f"it has {', '.join(map(repr, row))}, and {option} can name another" if row else "the row is empty"
-            raise rows.MissingField(f"no field {name!r} ({option}); {there}", option)
+            kind = f"no field {name!r} ({option})"
+            raise BadRow(f"{kind}; {there}", kind, option)
     return value

@@ -18,7 +18,8 @@ from headrace.records.trajectory import Group
 from headrace.replay import Evaluated
 from headrace.run.history import CURVES, are_curves_old
 from headrace.run.journal import Journal, Line
-from headrace.run.samples import SampleFiles, make_sample
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import make_sample
 from headrace.run.token_texts import TokenTexts
 from headrace_services.refit.backends import Backend
 from headrace_services.refit.probe import Differences

@@ -36,7 +36,7 @@ from headrace.config.in_yaml import without_password
 from headrace.config.keys import Keys
 from headrace.run.journal import Line, parse_lines, read_bytes, size, surviving
 from headrace.run.metric_names import tracked_name
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace_services.trainer.telemetry import alarm
 from headrace_services.trainer.telemetry.batch_samples import as_markdown, choose
 

@@ -187,7 +187,7 @@ def litellm(tmp_path_factory: pytest.TempPathFactory) -> Program:
         "openai, blocking",
         "openai agents",
         # it is installed for this, and takes seconds to be imported: minutes in all
-        pytest.param("litellm", marks=pytest.mark.nightly),
+        pytest.param("litellm", marks=[pytest.mark.nightly, pytest.mark.timeout(1200)]),
     ]
 )
 def program(request: pytest.FixtureRequest) -> Program:

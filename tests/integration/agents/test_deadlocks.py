@@ -24,7 +24,7 @@ MOST_BYTES = 64 * 1024  # of an episode
 STEPS = 3
 
 
-@pytest.fixture(params=[0, 1])
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.nightly)])  # at age 0 there is most to wait for
 def limits(limits: Limits, request: pytest.FixtureRequest) -> Limits:
     """The memory of one group, and a little for those that are done."""
     return dataclasses.replace(

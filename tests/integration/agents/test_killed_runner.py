@@ -172,7 +172,7 @@ NIGHTLY = pytest.mark.nightly  # test_law_episodes.py proves both without proces
     ("scene", "boundary", "starts", "failures"),
     [
         pytest.param((ALONE, False), "appended", 2, 1, id="between the append of a call and its answer"),
-        pytest.param((ALONE, False), "unfinished", 2, 1, id="between the last answer and finish"),
+        pytest.param((ALONE, False), "unfinished", 2, 1, id="between the last answer and finish", marks=NIGHTLY),
         pytest.param((ALONE, False), "finished", 1, 0, id="behind finish", marks=NIGHTLY),
         pytest.param((TOGETHER, False), "appended", 2, 0, id="with another group", marks=NIGHTLY),
     ],

@@ -56,6 +56,7 @@ def outputs(notebook: Any) -> list[dict[str, Any]]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
+@pytest.mark.nightly  # a run and a kernel; its calls are those of the page, above, and unit/api/test_run.py has what it shows
 def test_the_notebook_runs_and_shows_the_run_with_its_curves(workplace: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert outputs(notebook) == [], "what a run showed is not kept"

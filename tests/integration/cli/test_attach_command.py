@@ -66,7 +66,12 @@ async def scorer(config: Config, hub: str) -> AsyncIterator[reward_pb2_grpc.Rewa
 
 
 @pytest.mark.parametrize(
-    "argv", [[sys.executable, EXAMPLE], [*ENV, "attach", str(EXAMPLE), "--name", "exact"]], ids=["script", "command"]
+    "argv",
+    [
+        pytest.param([sys.executable, EXAMPLE], id="script"),
+        # the test below attaches by the command too
+        pytest.param([*ENV, "attach", str(EXAMPLE), "--name", "exact"], id="command", marks=pytest.mark.nightly),
+    ],
 )
 async def test_attaching_to_a_local_run_takes_no_token(config: Config, hub: str, argv: list[str]) -> None:
     sample = Sample(" 132\n", {"answer": "132"}, environment="exact")

@@ -14,6 +14,11 @@ from headrace.cli import env_new
 from tests.support.command import headrace, headrace_process, refused, said
 
 ROOT = Path(__file__).parents[3]
+# without the plugins of this checkout's own tests, which take most of a start
+WITHOUT = [
+    word for name in ("cacheprovider", "hypothesispytest", "schemathesis", "xdist") for word in ("-p", f"no:{name}")
+]
+TEST = [sys.executable, "-m", "pytest", "-q", *WITHOUT]
 
 
 @pytest.fixture
@@ -24,13 +29,12 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_its_test_passes_and_fails_once_the_reward_is_another(made: Path) -> None:
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    passed = subprocess.run(run, cwd=made, capture_output=True, text=True)
+    passed = subprocess.run(TEST, cwd=made, capture_output=True, text=True)
     assert passed.returncode == 0, passed.stdout
     assert "7 passed" in passed.stdout
     file = made / "word_count.py"
     file.write_text(file.read_text().replace("correct * stopped", "correct + stopped"))
-    failed = subprocess.run(run, cwd=made, capture_output=True, text=True)
+    failed = subprocess.run(TEST, cwd=made, capture_output=True, text=True)
     assert failed.returncode == 1
     assert "reward 2 is not between" in failed.stdout
 
@@ -39,8 +43,7 @@ def test_its_test_passes_in_a_project_with_settings_of_its_own(made: Path) -> No
     """Such as those of this checkout, by which pytest looks for modules in the project's root alone."""
     options = '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = "--import-mode=importlib"\n'
     (made.parent / "pyproject.toml").write_text(options)
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    passed = subprocess.run(run, cwd=made, capture_output=True, text=True)
+    passed = subprocess.run(TEST, cwd=made, capture_output=True, text=True)
     assert passed.returncode == 0, passed.stdout
 
 
@@ -83,8 +86,7 @@ def test_the_tests_on_the_page_pass_for_the_reward_on_the_page(tmp_path: Path) -
     for section, file in (("Your first environment", "my_env.py"), ("Testing an environment", "test_my_env.py")):
         text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
         (tmp_path / file).write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    passed = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    passed = subprocess.run(TEST, cwd=tmp_path, capture_output=True, text=True)
     assert passed.returncode == 0, passed.stdout
     assert "3 passed" in passed.stdout
 

@@ -57,8 +57,18 @@ def test_groups_are_shown_listed_and_exported(tmp_path: Path, limits: Limits, up
         assert "can't be written" in refused("groups", "export", "--run", folder, "-o", tmp_path / "no" / "out.jsonl")
 
 
-@pytest.mark.parametrize("up", [True, False])
-@pytest.mark.parametrize("which", [("e0-train-1",), ("--reason", "too long"), ("--all",)])
+# without its own server a command starts one, and asks it the same
+@pytest.mark.parametrize(
+    ("which", "up"),
+    [
+        (("e0-train-1",), True),
+        (("--reason", "too long"), True),
+        (("--all",), False),
+        pytest.param(("e0-train-1",), False, marks=pytest.mark.nightly),
+        pytest.param(("--reason", "too long"), False, marks=pytest.mark.nightly),
+        pytest.param(("--all",), True, marks=pytest.mark.nightly),
+    ],
+)
 def test_failed_groups_are_retried(tmp_path: Path, limits: Limits, up: bool, which: tuple[str, ...]) -> None:
     with kept_run(tmp_path, "seen", limits, fill) as (folder, server):
         if not up:

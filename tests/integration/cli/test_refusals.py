@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import shutil
 import socket
 import socketserver
 import threading
@@ -209,6 +211,46 @@ def test_a_problem_says_in_which_line_it_stands(config: Path) -> None:
     assert refused("config", "check", config).endswith(f"({config}:{lines})\n")
 
 
+@pytest.mark.parametrize("command", ["config check", "up"])
+def test_everything_that_is_wrong_is_told_at_once(config: Path, tmp_path: Path, command: str) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"input": "1+1"}\n' * 30 + '{"input": "1+1", "output": "2"}\n{"inp\n')
+    (tmp_path / "held.jsonl").write_text("[]\n")
+    config.write_text(
+        config.read_text()
+        .replace(
+            "train: {dataset_name: arithmetic", "validation: {data_path: held.jsonl}\n  train: {data_path: bad.jsonl"
+        )
+        .replace(
+            "math: {type: math}",
+            "math: {type: math}\n  mine: {target: 'gone.py:Mine'}\n  other: {command: [no-such-program]}",
+        )
+        .replace("data:", "data:\n  default: {env_name: math}")
+    )
+    words = [*command.split(), config, "policy.tokenizer.name=./nowhere"]
+    of_what_is_named = [
+        "env.mine.target gone.py:Mine",
+        "env.other.command 'no-such-program'",
+        "policy.tokenizer.name: the directory ./nowhere",
+        "data.train[0].data_path: 30 rows can't be used: no field 'output'",
+        "and 10 more of the kind",
+        f"{bad}:32: ",
+        f"{tmp_path}/held.jsonl:1: ",
+    ]
+    said = refused(*words)
+    for what in of_what_is_named:
+        assert said.count(what) == 1, (what, said)
+    # with wrong values too, as far as the sections that have none say it
+    said = refused(*words, "grpo.sed=3", "env.math.typ=2", "env.more.type=nothing")
+    assert said.startswith("error: ")
+    for what in ("grpo.sed: unknown key", "env.math.typ", *of_what_is_named[2:]):
+        assert what in said, (what, said)
+    assert of_what_is_named[0] not in said
+    said = refused(*words, "data.train.sorce=3")
+    assert "data.train.sorce: unknown key" in said
+    assert [what in said for what in of_what_is_named] == [True] * 3 + [False] * 4
+
+
 def test_a_prompt_that_is_too_long_is_found_by_the_check(config: Path) -> None:
     said = refused("config", "check", config, "data.max_input_seq_length=5")
     assert "more than data.max_input_seq_length 5" in said
@@ -297,12 +339,19 @@ def test_a_model_that_the_trainer_cant_load_is_named(config: Path, broken_model:
 
 @pytest.mark.nightly  # the words of an environment end one in test_up.py by day
 def test_a_model_that_a_service_cant_load_ends_the_run_with_its_words(
-    config: Path, broken_model: Path, tmp_path: Path
+    config: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """Its files are whole, and the weights are another model's: only who loads them finds it."""
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_model, folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**described, "intermediate_size": described["intermediate_size"] * 2})
+    )
     environ = instead_of(tmp_path / "services", rollout="idle_rollout")
-    said = error_of(headrace_process("up", config, f"policy.model_name={broken_model}", environ=environ))
-    assert "can't continue: policy.model_name" in said
-    assert str(broken_model) in said
+    said = error_of(headrace_process("up", config, f"policy.model_name={folder}", environ=environ))
+    assert "trainer can't continue: policy.model_name" in said
+    assert str(folder) in said
 
 
 def test_an_unreachable_redis_is_named(config: Path, tmp_path: Path) -> None:

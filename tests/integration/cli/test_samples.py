@@ -9,7 +9,8 @@ from pathlib import Path
 from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
 from headrace.run.lineage import FOLDER
-from headrace.run.samples import SampleFiles, failed_record
+from headrace.run.sample_files import SampleFiles
+from headrace.run.samples import failed_record
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from tests.support.buffer import begin, make_group, make_trajectory
 from tests.support.command import headrace, refused, said

@@ -64,6 +64,7 @@ checkpointing: {{save_period: 2}}
 
 # A run that a signal ends takes steps alone while it is waited for.
 ENDLESS = ("grpo.val_period=0", "checkpointing.save_period=1000")
+PAGELESS = "page.port=null"  # a process less, where the page is not looked at
 
 Start = Callable[..., Up]
 
@@ -183,9 +184,9 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
     assert "canary" not in run.said()
 
 
+@pytest.mark.nightly  # by day a run of light services ends so below, and tests/unit/cli/test_watch_folder.py tells the words apart
 @pytest.mark.parametrize(
-    "elsewhere",  # by day tests/unit/cli/test_watch_folder.py tells them apart
-    [pytest.param(False, id="all in it"), pytest.param(True, id="checkpoints elsewhere", marks=pytest.mark.nightly)],
+    "elsewhere", [pytest.param(False, id="all in it"), pytest.param(True, id="checkpoints elsewhere")]
 )
 def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
     up: Start, folder: Path, tmp_path: Path, elsewhere: bool
@@ -193,8 +194,13 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
     (tmp_path / "kept").mkdir()
     where = [f"checkpointing.checkpoint_dir={tmp_path / 'kept'}"] if elsewhere else []
     light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
-    run = up(100_000, *ENDLESS, *where, **light)
+    run = up(100_000, *ENDLESS, PAGELESS, *where, **light)
     run.wait_for("step 1:")
+    check_end_without_folder(run, folder, elsewhere=elsewhere)
+
+
+def check_end_without_folder(run: Up, folder: Path, *, elsewhere: bool = False) -> None:
+    """It says what became of its folder and, unless these are `elsewhere`, of its checkpoints; and leaves no process."""
     left = run.started()
     shutil.rmtree(folder, ignore_errors=True)
     assert run.ends() == 1, run.said()
@@ -212,7 +218,7 @@ def test_a_run_whose_folder_is_deleted_says_so_and_leaves_no_process(
 )
 def test_a_run_whose_lines_nobody_reads_any_more_stops(up: Start, folder: Path, last: str) -> None:
     light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
-    run = up(100_000, *ENDLESS, stdout=subprocess.PIPE, **light)
+    run = up(100_000, *ENDLESS, PAGELESS, stdout=subprocess.PIPE, **light)
     assert run.process.stdout is not None
     while last.encode() not in (line := run.process.stdout.readline()):
         assert line, run.said()
@@ -248,9 +254,9 @@ def has_started(run: Up, name: str) -> bool:
     return any(f"\n{name}: {state}" in run.said() for state in ("waiting for weights", "ready"))
 
 
-def test_a_replica_that_gives_up_costs_itself_and_a_hung_one_restarts(up: Start, folder: Path, real: bool) -> None:
+def test_what_gives_up_or_hangs_costs_itself_and_a_deleted_run_ends(up: Start, folder: Path, real: bool) -> None:
     light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
-    run = up(100000, *ENDLESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
+    run = up(100000, *ENDLESS, PAGELESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
     run.wait_for("step 1:")
     for name in ("rollout-1", "rollout-2"):  # one that is still starting would be refused, too
         wait_until(partial(has_started, run, name), within_s=240)
@@ -270,8 +276,7 @@ def test_a_replica_that_gives_up_costs_itself_and_a_hung_one_restarts(up: Start,
     log = folder / "logs" / "replay.log"
     wait_until(lambda: "run.hang_timeout_s); killing it" in log.read_text(), within_s=120)
     goes_on(run)
-    assert run.stop(signal.SIGTERM) == []
-    assert run.process.returncode == 143
+    check_end_without_folder(run, folder)
 
 
 # Takes a second, so that a run that waits for a process to start takes few steps meanwhile.
@@ -328,7 +333,7 @@ def test_environments_are_started_attached_and_repaired_in_the_run(up: Start, fo
         told = Path(f"/proc/{run.pid_of('environment', 'misspelt' if name == 'file' else 'fine')}/environ").read_text()
         token = folder / f"environment-{name}.credentials"
         assert f"ENVIRONMENT_TOKEN_FILE={token}\0" in told
-        assert "HEADRACE_" not in told
+        assert [each for each in told.split("\0") if each.startswith("HEADRACE_")] == []  # a key of the configuration
         (line,) = token.read_text().splitlines()
         assert line.startswith(f"environment {name} ")
         assert token.stat().st_mode & 0o077 == 0
@@ -378,13 +383,13 @@ def test_an_environment_that_cant_start_ends_the_run_before_loading(up: Start, t
     file = tmp_path / "my_env.py"
     file.write_text(JUDGE)
     light = {"reward": "idle_reward", "rollout": "idle_rollout", "trainer": "talking_trainer"}
-    unknown = up(1, f"env.mine.target={file}:Jugde", **light)
+    unknown = up(1, PAGELESS, f"env.mine.target={file}:Jugde", **light)
     assert unknown.ends() == 1
     assert f"env.mine.target {file}:Jugde: {file} does not define Jugde; it defines Judge" in unknown.said()
     assert "replay: starting" not in unknown.said()
 
     file.write_text(f"import nonexistent_module\n{JUDGE}")
-    raising = up(1, f"env.mine.target={file}:Judge", **light)
+    raising = up(1, PAGELESS, f"env.mine.target={file}:Judge", **light)
     assert raising.ends() == 1
     assert "environment-mine can't continue: exit code 1" in raising.said()
     assert "No module named 'nonexistent_module'" in raising.said()
@@ -412,18 +417,23 @@ with scratch_folder("headrace-killed-") as folder:
 """
 
 
+@pytest.mark.nightly  # by day other runs of this folder are stopped, below and while an evaluation starts, and tests/e2e kills the demo
 @pytest.mark.parametrize(
     ("signum", "code", "moment"),
     [
         (signal.SIGTERM, 143, "rollout-1: starting"),
-        # tests/e2e kills the demo, and unit/test_scratch.py a process that has a folder
-        pytest.param(signal.SIGKILL, -9, "rollout-1: starting", marks=pytest.mark.nightly),
-        pytest.param(signal.SIGKILL, -9, "step 1:", marks=pytest.mark.nightly),
-    ],  # the others stop other runs of this folder: an evaluation that starts, and runs above
+        (signal.SIGKILL, -9, "rollout-1: starting"),
+        (signal.SIGKILL, -9, "step 1:"),
+    ],
 )
 def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:
-    run = up(100_000, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")
+    run = up(100_000, PAGELESS, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")
     run.wait_for(moment)
+    check_stop(run, signum, code)
+
+
+def check_stop(run: Up, signum: int, code: int) -> None:
+    """It leaves no process, and no scratch folder of one that was killed."""
     abandoned = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False).stdout
     assert run.stop(signum) == []
     assert run.process.returncode == code
@@ -453,12 +463,13 @@ def test_each_service_sees_its_own_gpus_and_status_says_which(up: Start, folder:
     assert all(f"\n{line} (Stand-in, 80 GiB)" in run.said() for line in plan)
     said = status_of(folder)
     assert all(f" {line} (Stand-in, 80 GiB)" in said for line in plan)
+    check_stop(run, signal.SIGTERM, 143)
 
 
 @pytest.mark.parametrize("real", ["light"], indirect=True)
 def test_on_one_gpu_the_trainer_starts_when_the_engine_is_up(up: Start, folder: Path) -> None:
     light = {"reward": "idle_reward", "rollout": "loading_rollout", "trainer": "talking_trainer"}
-    run = up(100_000, *ENDLESS, "trainer.device=cuda", "rollout.device=cuda", gpus="GPU-a", **light)
+    run = up(100_000, *ENDLESS, PAGELESS, "trainer.device=cuda", "rollout.device=cuda", gpus="GPU-a", **light)
     run.wait_for("rollout-1: loading")
     assert not [command for command in run.started().values() if "headrace.cli trainer " in command]
     (folder / "loaded").touch()

@@ -56,7 +56,14 @@ def signed_in(site: str, chromium: Browser) -> StorageState:
     return window.context.storage_state()
 
 
-@pytest.fixture(scope="module", params=[(WIDE, "light"), (NARROW, "dark")], ids=["wide", "narrow"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        # by day the tests below look at views that are wide and light
+        pytest.param((WIDE, "light"), id="wide", marks=pytest.mark.nightly),
+        pytest.param((NARROW, "dark"), id="narrow"),
+    ],
+)
 def reading(request: pytest.FixtureRequest, site: str, chromium: Browser, signed_in: StorageState) -> Iterator[Window]:
     width: int = request.param[0]
     theme: Theme = request.param[1]

@@ -13,13 +13,19 @@ HERE = Path(__file__).parent
 SERVERS = {"valkey": None, "redis-7.0": shutil.which("redis-server")}
 
 
+# Of what a server writes and reads again when it ends, in which servers differ. That the functions answer alike on both is proved by day
+# in tests/properties/test_model.py and tests/golden/test_buffer.py.
+BOTH_BY_DAY = ("test_damaged_file.py", "test_lost_writes.py", "test_server.py")
+
+
 @pytest.hookimpl(tryfirst=True)  # before what is nightly is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The laws are proved on both servers whenever the tests run; every other test of this folder has the second one at night."""
+    """The laws of `BOTH_BY_DAY` are proved on both servers whenever the tests run; all else of this folder has the second one at night."""
     for item in items:
         parameters = getattr(item, "callspec", None)
         second = parameters is not None and parameters.params.get("redis_binary") not in (None, "valkey")
-        if second and item.path.parent == HERE and "test_law_" not in item.nodeid:
+        both = item.path.name in BOTH_BY_DAY and "test_law_" in item.nodeid
+        if second and item.path.parent == HERE and not both:
             item.add_marker("nightly")
 
 

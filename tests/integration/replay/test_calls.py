@@ -84,22 +84,22 @@ def in_columns(*entries: dict[str, Any]) -> dict[str, list[Any]]:
     return {name: [entry[name] for entry in entries] for name in entries[0]}
 
 
-@pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))
-async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: ReplayClient, function: str) -> None:
+async def test_garbage_arguments_get_a_typed_error_and_change_nothing(replay: ReplayClient) -> None:
     replica = await begin(replay, 6)
     leases = await replay.lease(replica, 3)
     await push_all(replay, leases[0])
     await replay.take_scoring({"math": 1})
     before = await contents(replay)
-    for args in GARBAGE:
-        command = ("FCALL", function_name(function), 1, f"hr:{{{replay.run_id}}}", *args)
-        pipe = replay.redis.pipeline(transaction=False)
-        (reply,) = await pipe.execute_command(*command).execute(raise_on_error=False)
-        if isinstance(reply, ResponseError):
-            assert str(reply).startswith("HR_"), (args, reply)
-        else:
-            assert reply in HARMLESS or reply[0] == b"DEAD", (args, reply)
-    assert await contents(replay) == before
+    for function in sorted({*FUNCTIONS} - {"open_run"}):
+        for args in GARBAGE:
+            command = ("FCALL", function_name(function), 1, f"hr:{{{replay.run_id}}}", *args)
+            pipe = replay.redis.pipeline(transaction=False)
+            (reply,) = await pipe.execute_command(*command).execute(raise_on_error=False)
+            if isinstance(reply, ResponseError):
+                assert str(reply).startswith("HR_"), (function, args, reply)
+            else:
+                assert reply in HARMLESS or reply[0] == b"DEAD", (function, args, reply)
+        assert await contents(replay) == before, function
 
 
 @pytest.mark.parametrize("function", sorted({*FUNCTIONS} - {"open_run"}))

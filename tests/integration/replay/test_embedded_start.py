@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import PortTaken, ServiceError
-from headrace.launch import runs
+from headrace.launch import buffer, runs
+from headrace.launch.buffer import open_buffer
 from headrace.net.service import bind
 from headrace.replay import Limits, ReplayClient, connection
 from headrace_services.replay.embedded import EmbeddedServer
@@ -94,11 +95,11 @@ def test_when_a_thief_takes_the_port_another_is_chosen_a_few_times(
     async def fill(_: ReplayClient) -> None: ...
 
     async def look() -> int:
-        async with runs.open_buffer(runs.find(str(tmp_path / "kept"))) as replay:
+        async with open_buffer(runs.find(str(tmp_path / "kept"))) as replay:
             return (await replay.state()).next_step
 
     thieves = Thieves(most)
-    monkeypatch.setattr(runs, "bind", thieves.bind)
+    monkeypatch.setattr(buffer, "bind", thieves.bind)
     with kept_run(tmp_path, "kept", limits, fill) as (_, server), contextlib.ExitStack() as stack:
         asyncio.run(server.stop())
         if most == 2:
@@ -127,7 +128,7 @@ def test_a_folder_that_another_build_wrote_is_told_as_such(
     async def fill(_: ReplayClient) -> None: ...
 
     async def look() -> None:
-        async with runs.open_buffer(runs.find(str(tmp_path / "kept"))):
+        async with open_buffer(runs.find(str(tmp_path / "kept"))):
             pass
 
     with kept_run(tmp_path, "kept", limits, fill) as (folder, server):

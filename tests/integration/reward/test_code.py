@@ -415,7 +415,7 @@ while time.monotonic() < until:
         exec({!r}, {{"print": tell}})
     except BaseException:
         pass
-    time.sleep(0.05)
+    time.sleep(0.1)
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,26 @@ SAMPLES = [
 RIGHT, WROTE, BRIEF = (1, 0, 0, 1), (1, 1, 0, 1), (1, 1, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("env", "rewards"),
-    [
-        ({"parts": {"right": 1.0, "written": 0.25, "brief": 0.5}}, (1.75, 0.75, 0.5, 1.25)),
-        ({"parts": {"right": 1, "written": 1, "brief": 1}, "combine": "product"}, (1, 0, 0, 0)),
-        ({"parts": {"right": 1, "written": 0, "brief": 0.5}, "gate": "written"}, (1.5, 0.5, 0, 1)),
-    ],
-)
-async def test_a_sum_a_product_and_a_gate(env: dict[str, Any], rewards: tuple[float, ...]) -> None:
-    async with start_hub(both(**env), workers=1) as hub:
-        scores = await hub.score(SAMPLES)
-    assert [score.reward for score in scores] == pytest.approx(rewards)
-    assert [score.environment for score in scores] == ["both"] * 4
-    gated = [env.get("gate") is None or bool(written) for written in WROTE]
-    for place, passed in enumerate(gated):
-        expected = {"right": RIGHT[place] * passed, "written": WROTE[place], "brief": BRIEF[place] * passed}
-        assert scores[place].components == expected
-    assert "math-verify" in scores[0].build
+async def test_a_sum_a_product_and_a_gate() -> None:
+    ways: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+        "sum": ({"parts": {"right": 1.0, "written": 0.25, "brief": 0.5}}, (1.75, 0.75, 0.5, 1.25)),
+        "product": ({"parts": {"right": 1, "written": 1, "brief": 1}, "combine": "product"}, (1, 0, 0, 0)),
+        "gate": ({"parts": {"right": 1, "written": 0, "brief": 0.5}, "gate": "written"}, (1.5, 0.5, 0, 1)),
+    }
+    combined = {name: {"type": "combine", **env} for name, (env, _) in ways.items()}
+    async with start_hub(PARTS | combined, workers=1) as hub:
+        found = {
+            name: await hub.score([dataclasses.replace(each, environment=name) for each in SAMPLES]) for name in ways
+        }
+    for name, (env, rewards) in ways.items():
+        scores = found[name]
+        assert [score.reward for score in scores] == pytest.approx(rewards), name
+        assert [score.environment for score in scores] == [name] * 4
+        gated = [env.get("gate") is None or bool(written) for written in WROTE]
+        for place, passed in enumerate(gated):
+            expected = {"right": RIGHT[place] * passed, "written": WROTE[place], "brief": BRIEF[place] * passed}
+            assert scores[place].components == expected
+        assert "math-verify" in scores[0].build
 
 
 async def test_each_part_is_metered_and_a_closed_gate_asks_no_other() -> None:
@@ -127,6 +130,11 @@ def math(completions, **kwargs):
 """
 
 
+def count(environment: str, status: str) -> float:
+    labels = {"environment": environment, "status": status}
+    return prometheus_client.REGISTRY.get_sample_value("headrace_reward_results_total", labels) or 0.0
+
+
 @pytest.mark.parametrize(
     ("env", "rewards"),
     [
@@ -140,6 +148,7 @@ async def test_a_function_that_does_not_apply_is_left_out(
 ) -> None:
     (tmp_path / "rewards.py").write_text(FUNCTIONS)
     weights = {"fits": 1.0 if "combine" in env else 0.5, "math": 1.0}
+    before = {status: count("fits", status) for status in ("NOT_APPLICABLE", "INVALID")}
     parts = {name: {"target": f"{tmp_path}/rewards.py:{name}", "timeout_s": 20.0} for name in weights}
     async with start_hub(parts | {"both": {"type": "combine", "parts": weights, **env}}, workers=1) as hub:
         said = ("both", "fits alone", "math alone", "neither")
@@ -148,6 +157,8 @@ async def test_a_function_that_does_not_apply_is_left_out(
     assert [sorted(score.components) for score in scores] == [["fits", "math"], ["fits"], ["math"], []]
     assert scores[-1].status == "INVALID"
     assert scores[-1].message.startswith(("fits: ", "math: "))
+    assert count("fits", "NOT_APPLICABLE") == before["NOT_APPLICABLE"] + 2
+    assert count("fits", "INVALID") == before["INVALID"]
 
 
 async def test_a_part_that_cannot_be_reached_costs_nothing() -> None:

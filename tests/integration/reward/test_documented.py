@@ -32,11 +32,15 @@ def examples() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
 EXAMPLES = list(examples())
 
 
-def named(example: tuple[dict[str, Any], Any]) -> str:
-    return "-".join(example[0]["env"])
+def examined() -> Iterator[Any]:
+    for configuration, lines in EXAMPLES:
+        # test_reward_model.py has a hub with such a model by day
+        model = any("model_name" in env for env in configuration["env"].values())
+        marks = pytest.mark.nightly if model else ()
+        yield pytest.param((configuration, lines), id="-".join(configuration["env"]), marks=marks)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+@pytest.mark.parametrize("example", list(examined()))
 async def test_a_documented_environment_gives_the_documented_rewards(example: Any, tmp_path: Path) -> None:
     configuration, lines = example
     Config.model_validate(configuration)

@@ -16,7 +16,7 @@ from headrace.env.wire import sample_to_wire
 from headrace.records.score import Score
 from headrace.records.trajectory import Group
 from headrace.replay import EnvironmentLimits, ReplayClient, Reservation
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace_services.replay.scorer import in_batches
 from tests.support.buffer import healthy_replica, make_group, make_trajectory
 from tests.support.ports import free_port

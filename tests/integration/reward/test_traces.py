@@ -16,7 +16,7 @@ from headrace import Environment, Episode, Sample
 from headrace.config.telemetry import TelemetryConfig
 from headrace.env.server import serving
 from headrace.net import tracing
-from headrace.net.tracing import SpanId, group_span
+from headrace.net.tracing import SpanContext, group_span
 from headrace.replay import EnvironmentLimits, ReplayClient
 from headrace.v1 import trajectory_pb2
 from headrace_services.agents.program_starter import HubPrograms
@@ -36,11 +36,11 @@ class Noting(Environment):
     build = "1"
 
     def __init__(self) -> None:
-        self.noted: list[tuple[Sample | Episode, SpanId, object]] = []
+        self.noted: list[tuple[Sample | Episode, SpanContext, object]] = []
 
     def note(self, sample: Sample | Episode) -> float:
         span = trace.get_current_span().get_span_context()
-        self.noted.append((sample, SpanId(span.trace_id, span.span_id), baggage.get_baggage("headrace.group_id")))
+        self.noted.append((sample, SpanContext(span.trace_id, span.span_id), baggage.get_baggage("headrace.group_id")))
         return 1.0
 
 
@@ -140,7 +140,7 @@ async def test_the_metadata_of_a_call_has_the_context_for_any_language(
         await push(replay)
         await eventually(lambda: len(collector.named("environment")) == 4)
     places = {span.id for span in collector.named("environment")}
-    assert {SpanId.parse(traceparent) for _, traces, _ in met for traceparent in traces} == places
+    assert {SpanContext.parse(traceparent) for _, traces, _ in met for traceparent in traces} == places
     for metadata, traces, groups in met:
         assert metadata["traceparent"] == traces[0]
         assert metadata["baggage"] == ",".join(f"headrace.group_id={group}" for group in dict.fromkeys(groups))

@@ -184,6 +184,7 @@ async def running(engine: Any, task: asyncio.Task[Trajectory]) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.nightly  # law 2, below, has spans of such a pause by day, and weights/test_refit.py compares them with both weights
 async def test_spans_name_the_weights_of_every_token(engine: Any) -> None:
     task = asyncio.create_task(generate(engine, lease(temperature=0.0, max_new_tokens=400), 0, "me"))
     await running(engine, task)

@@ -185,10 +185,13 @@ async def test_what_vllm_refuses_ends_its_group_with_the_reason(fleet: Fleet, fi
     assert "out of vocabulary" in group["reason"]
 
 
-async def running_group(fleet: Fleet, is_running: Callable[[str], Awaitable[bool]]) -> str:
+DRAINED = 800  # tokens that a refit waits for to the last
+
+
+async def running_group(fleet: Fleet, is_running: Callable[[str], Awaitable[bool]], tokens: int = LONG) -> str:
     """A group that was seen to be generated. One that was complete before a look fell on it is replaced by another."""
     while True:
-        group = await fleet.enqueue(tokens=LONG)
+        group = await fleet.enqueue(tokens=tokens)
         while (await fleet.group(group, "queued", "open", "scoring"))["state"] != "scoring":
             if await is_running(group):
                 return group
@@ -196,7 +199,7 @@ async def running_group(fleet: Fleet, is_running: Callable[[str], Awaitable[bool
 
 
 async def test_running_generations_are_drained_before_a_refit(fleet: Fleet, first: Process) -> None:
-    group = await running_group(fleet, lambda _: first.generating())
+    group = await running_group(fleet, lambda _: first.generating(), DRAINED)
     fleet.policy.train()
     report = await fleet.refit(1)
     assert report.verified == (first.replica,)
@@ -221,7 +224,7 @@ async def begun(replica: Process, client: ReplicaClient, asked: SampleRequest) -
 
 async def test_running_calls_are_drained_before_a_refit(fleet: Fleet, first: Process) -> None:
     client = ReplicaClient(str(first.http.base_url))
-    asked = SampleRequest(PROMPT, LONG, fleet.timeline, 1, temperature=0.0)
+    asked = SampleRequest(PROMPT, DRAINED, fleet.timeline, 1, temperature=0.0)
     call = await begun(first, client, asked)
     fleet.policy.train()
     refit = asyncio.create_task(fleet.refit(2))
@@ -236,7 +239,7 @@ async def test_running_calls_are_drained_before_a_refit(fleet: Fleet, first: Pro
     await eventually(withheld)
     assert (await refit).verified == (first.replica,)
     it = await call
-    assert (it.spans, it.version) == (((1, 0, LONG),), 1)
+    assert (it.spans, it.version) == (((1, 0, DRAINED),), 1)
     ids = np.array([*PROMPT, *it.token_ids])
     assert abs(fleet.policy.logprobs_of(ids, 1)[len(PROMPT) - 1 :] - it.logprobs).max() < 1e-4
     await client.aclose()

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +143,16 @@ def save_to_a_full_disk(model: Path, folder: Path) -> None:
     said = ""
     try:
         while not rank.is_saved():
-            pass
+            time.sleep(0.01)
     except ServiceError as error:
         said = str(error)
     (folder / f"unwritten{dist.get_rank()}.json").write_text(json.dumps(said))
 
 
-def run_rank(model: Path, teacher: Path, folder: Path) -> None:
-    """What came out is in `folder`."""
+def run_rank(model: Path, teacher: Path, folder: Path, kinds: Sequence[str]) -> None:
+    """What came out of steps of these kinds is in `folder`."""
     dist.init_process_group("gloo")
-    for kind in SETTINGS:
+    for kind in kinds:
         train(model, teacher, folder, kind)
     refuse(model, folder)
     save_to_a_full_disk(model, folder)

@@ -70,6 +70,7 @@ async def test_law_1_conservation_an_older_checkpoint_and_a_killed_refill(
     assert (set(first[2 * PROMPTS : 3 * PROMPTS]) <= set(again)) is (retained == 0)
 
 
+@pytest.mark.nightly  # a killed refill is above; test_loop.py has an emptied buffer by day
 async def test_law_1_conservation_an_emptied_buffer_and_a_killed_refill(
     trainer: Trainer, replay: ReplayClient, limits: Limits, tiny_model: Path
 ) -> None:

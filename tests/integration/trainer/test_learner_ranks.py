@@ -14,6 +14,8 @@ from tests.integration.trainer.learner_cases import shaken
 from tests.integration.trainer.learner_ranks import SETTINGS, STEPS, run_rank, settings, whole_batch
 from tests.support.forks import fork_ranks
 
+# By day the steps of episodes are those of GRPO too, and an adapter's of a frozen model.
+BY_DAY = ("ppo", "lora", "episodes")
 GAP = "on_policy_distillation/teacher_student_logprob_gap_mean"
 
 pytestmark = pytest.mark.slow
@@ -25,10 +27,13 @@ def teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny_model: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(
+    tiny_model: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     log = folder / "log"
-    with fork_ranks(2, run_rank, tiny_model, teacher, folder, log=log) as ranks:
+    kinds = list(SETTINGS) if pytestconfig.getoption("nightly") else BY_DAY
+    with fork_ranks(2, run_rank, tiny_model, teacher, folder, kinds, log=log) as ranks:
         for rank in ranks:
             assert rank.wait() == 0, log.read_text()
     return folder
@@ -38,7 +43,10 @@ def results(folder: Path, name: str, rank: int) -> Any:
     return json.loads((folder / f"{name}{rank}.json").read_text())
 
 
-@pytest.fixture(scope="module", params=list(SETTINGS))
+@pytest.fixture(
+    scope="module",
+    params=[kind if kind in BY_DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in SETTINGS],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

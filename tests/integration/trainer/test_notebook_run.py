@@ -9,7 +9,7 @@ import pytest
 
 from headrace.replay import ReplayClient
 from headrace.run.lineage import FOLDER, LineageFiles
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from tests.support.notebook import notebook
 from tests.support.reward_hub import scoring, start_hub
 from tests.support.small_replica import SmallReplica, running

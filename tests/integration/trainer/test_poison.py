@@ -20,7 +20,8 @@ PROMPTS, BATCH, STEPS = 64, 21, 3
 POISON = 37
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.nightly)])  # the same law, a minute each
+@pytest.mark.nightly  # a minute each; test_suspects.py has the law in the buffer by day, of replicas that are said to have died
+@pytest.mark.parametrize("replicas", [1, 2])
 async def test_law_6_one_prompt_of_64_kills_replicas_and_fails_alone(
     trainer: Trainer,
     replay: ReplayClient,

@@ -17,7 +17,7 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config, load
 from headrace.config.yaml_text import dump
 from headrace.run.journal import Journal
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from headrace_services.trainer.telemetry import trackers
 from headrace_services.trainer.telemetry.alarm import picture_path
 from headrace_services.trainer.telemetry.trackers import (
@@ -157,6 +157,7 @@ def test_weights_and_biases_gets_every_line_without_a_login(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # the import alone takes five seconds; by day the other two trackers get the same two lives
 def test_mlflow_goes_on_with_its_run(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 

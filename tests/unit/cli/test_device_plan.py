@@ -14,7 +14,7 @@ from headrace.config import Config, load
 from headrace.config.loading import examine
 from headrace.config.threads import Threads
 from headrace.launch import device_plan
-from headrace.launch.pipeline import Children
+from headrace.launch.children import Children
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from headrace.cli.display import LineDisplay, closing_table, draw, failures
 from headrace.cli.status import failures as failed_lines
-from headrace.cli.status import findings_of, progress, waits_for
+from headrace.cli.status import list_findings, progress, waits_for
 from headrace.cli.up import continues, why_it_ended
 from headrace.config import Config
 from headrace.launch.summary import KEPT_STEPS, UPDATING, RunSummary, ServiceLine, Wait
@@ -160,10 +160,10 @@ def test_what_the_trainer_waited_for_is_told_of_a_step_and_of_a_run() -> None:
     waited_for.train = {0: first}
     assert "of the time" not in shown(draw(waited_for))
     lines = [Line("train", step, "a", 0.0, metrics) for step, metrics in enumerate((first, steady, steady))]
-    ((name, said),) = findings_of(lines, Config())
+    ((name, said),) = list_findings(lines, Config())
     assert name == "finding"
     assert "60 % of the time: the trainer waited for scores" in said
-    assert findings_of(lines[:1], Config()) == []
+    assert list_findings(lines[:1], Config()) == []
 
 
 def test_a_wait_is_a_line_at_first_each_minute_and_at_its_end() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import Config
-from headrace.launch.pipeline import LONGEST_PROBE_GAP_S, patience
+from headrace.launch.probe import LONGEST_PROBE_GAP_S, patience
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from tests.support.command import refused, said
 from tests.support.past_run import past_run
 

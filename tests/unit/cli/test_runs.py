@@ -19,7 +19,7 @@ from headrace.cli import services
 from headrace.cli.app import app
 from headrace.cli.up import nothing_left
 from headrace.config import Config, load
-from headrace.launch import runs
+from headrace.launch import ports, runs
 from headrace.net import rpc
 from headrace.net.service import bind, pass_sockets
 from headrace.run import history
@@ -78,10 +78,10 @@ def test_a_run_goes_on_with_a_data_set_given_by_a_variable(tmp_path: Path, monke
 
 def test_a_start_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"id": "adder", "dir": str(tmp_path)}})
-    with pytest.raises(ServiceError, match="no"), runs.locked(config):
+    with pytest.raises(ServiceError, match="no"), runs.lock(config):
         raise ServiceError("no")
     assert list(tmp_path.iterdir()) == []
-    with runs.locked(config):
+    with runs.lock(config):
         runs.save(config)
     assert (tmp_path / "adder" / runs.SAVED).exists()
 
@@ -118,7 +118,7 @@ def test_a_folder_is_usable_where_it_is_and_under_its_new_name(tmp_path: Path, m
     file = tmp_path / "run.yaml"
     file.write_text("run: {id: adder}\n")
     config, _ = runs.prepare(file, [])
-    with runs.locked(config):
+    with runs.lock(config):
         runs.make_credentials(config)
     runs.save(config)
     shutil.copytree("runs/adder", "runs/copy")
@@ -217,13 +217,13 @@ def test_a_run_has_credentials_in_its_folder_and_keeps_them(tmp_path: Path) -> N
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\n")
     config, _ = runs.prepare(file, [])
-    with runs.locked(config):
+    with runs.lock(config):
         runs.make_credentials(config)
     assert stat.S_IMODE(config.run_folder.stat().st_mode) == 0o700
     path = Path(config.security.credentials or "")
     assert path == tmp_path / "adder" / "credentials"
     before = path.read_text()
-    with runs.locked(config):
+    with runs.lock(config):
         runs.make_credentials(config)
     assert path.read_text() == before
     runs.save(config)
@@ -237,10 +237,10 @@ def test_ports_that_others_must_know_are_settled() -> None:
     config = Config.model_validate(
         {"replay": {**values, "redis_url": "redis://x"}, "reward": {**values, "http_port": 0}, "trainer": values}
     )
-    with runs.settled_ports(config) as (settled, _):
-        ports = {settled.replay.port, settled.reward.port, settled.reward.http_port, settled.trainer.port}
-    assert len(ports) == 4
-    assert 0 not in ports
+    with ports.settle(config) as (settled, _):
+        chosen = {settled.replay.port, settled.reward.port, settled.reward.http_port, settled.trainer.port}
+    assert len(chosen) == 4
+    assert 0 not in chosen
 
 
 def test_a_variable_behind_a_fixed_key_may_not_change_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ async def test_a_port_that_was_chosen_is_its_services_alone(monkeypatch: pytest.
                     with pytest.raises(OSError, match="in use"):
                         thief.bind((LOOPBACK, port))
 
-    with runs.settled_ports(config) as (settled, reserved):
+    with ports.settle(config) as (settled, reserved):
         steal()
         with pytest.raises(ServiceError, match="can't listen"):
             bind(LOOPBACK, settled.replay.port, "port")
@@ -303,7 +303,7 @@ def test_two_runs_have_ports_of_their_own_unless_they_are_given(tmp_path: Path) 
     own = "env: {mine: {target: 'my_env.py:Mine'}}"
     file.write_text(f"run: {{id: adder, dir: {tmp_path}}}\nreplay: {{port: {port}}}\n{own}\n")
     config, _ = runs.prepare(file, [])
-    with runs.settled_ports(config) as (first, _), runs.settled_ports(Config()) as (second, _):
+    with ports.settle(config) as (first, _), ports.settle(Config()) as (second, _):
         pass
     assert first.replay.port == port
     chosen = [
@@ -322,7 +322,7 @@ def test_two_runs_have_ports_of_their_own_unless_they_are_given(tmp_path: Path) 
 def test_the_busy_port_of_an_environment_is_found_as_the_others_are() -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         config = Config.model_validate({"env": {"mine": {"target": "my_env.py:Mine", "port": taken.getsockname()[1]}}})
-        assert [line for line in runs.busy_ports(config) if line.startswith("env.mine.port")]
+        assert [line for line in ports.list_busy(config) if line.startswith("env.mine.port")]
 
 
 def test_a_busy_port_says_which_run_has_it(tmp_path: Path) -> None:
@@ -335,13 +335,13 @@ def test_a_busy_port_says_which_run_has_it(tmp_path: Path) -> None:
         who = rf"; process {process.pid} has it, of run adder in {saved.parent}"
         with (
             pytest.raises(ServiceError, match=rf"replay\.port: can't listen on .*{who}$"),
-            runs.settled_ports(config),
+            ports.settle(config),
         ):
             pass
-        assert [line for line in runs.busy_ports(config) if line.endswith(who)]
+        assert [line for line in ports.list_busy(config) if line.endswith(who)]
         assert process.stdin is not None
         process.stdin.close()
-    assert runs.busy_ports(config) == []
+    assert ports.list_busy(config) == []
 
 
 @pytest.mark.parametrize(

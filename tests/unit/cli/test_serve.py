@@ -89,7 +89,14 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly),  # the same handler
+        (signal.SIGKILL, -9),
+    ],
+)
 def test_however_it_is_stopped_no_process_is_left(tmp_path: Path, signum: int, code: int) -> None:
     (tmp_path / "deaf.py").write_text(DEAF)
     (tmp_path / "config.json").write_text("{}")

@@ -1,4 +1,5 @@
-"""A damaged checkpoint that a trainer set aside is shown where people look: by `headrace up` and `headrace status`."""
+"""A damaged checkpoint that a trainer set aside, and one that does not reach the store, are shown where people look: by `headrace up` and
+`headrace status`."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from headrace.config import Config
 from headrace.launch.pipeline import Pipeline
 from headrace.net import credentials
 from headrace.run.checkpoints import DAMAGE
+from headrace.run.object_store import StoreStatus, write_status
 from tests.support.command import said
 from tests.support.past_run import past_run
 
+PROBLEM = "checkpoint 6 is not in s3://b/r"
 WHY = "model.safetensors is not what was written"
 
 
@@ -33,17 +36,22 @@ def test_up_says_once_what_was_set_aside_since_it_started(tmp_path: Path) -> Non
     console = Console(file=io.StringIO(), width=300)
     pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(console))
     aside = set_aside(config.checkpoint_folder, 6)
+    write_status(config.checkpoint_folder, StoreStatus("s3://b/r", 2, PROBLEM))
     for _ in range(2):
-        pipeline._say_set_aside()
-    (line,) = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert WHY in line
-    assert str(aside) in line
+        pipeline._say_of_checkpoints()
+    damaged, not_stored = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert WHY in damaged
+    assert str(aside) in damaged
+    assert not_stored == PROBLEM
 
 
 def test_status_shows_what_was_set_aside(tmp_path: Path) -> None:
     run = past_run(tmp_path, "adder", 4)
     set_aside(run / "checkpoints", 10)
     set_aside(run / "checkpoints", 6)
-    lines = [line for line in said("status", "--run", run).splitlines() if line.startswith("set aside")]
+    write_status(run / "checkpoints", StoreStatus("s3://b/r", 2, PROBLEM))
+    status = said("status", "--run", run).splitlines()
+    lines = [line for line in status if line.startswith("set aside")]
     assert [line.split()[3] for line in lines] == ["6", "10"]
     assert all(WHY in line for line in lines)
+    assert [line.split(maxsplit=1)[1] for line in status if line.startswith("store")] == [PROBLEM]

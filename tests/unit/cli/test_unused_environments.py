@@ -46,3 +46,10 @@ def test_one_that_a_file_inherits_is_no_mistake(file: Path) -> None:
     heir = file.with_name("heir.yaml")
     heir.write_text("defaults: run.yaml\n")
     assert preflight._unused(examine(heir, environ={})) == []
+
+
+def test_a_file_is_told_from_one_whose_name_begins_alike(file: Path) -> None:
+    file.write_text(CONFIG + "  colum: {type: math}\n")
+    heir = file.with_suffix("")
+    heir.write_text("defaults: run.yaml\n")
+    assert preflight._unused(examine(heir, environ={})) == []

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.launch import runs
+from headrace.launch import ports
 
 PROGRAM = {"attached": True, "episodes": True}
 GROUPS = {"num_generations_per_prompt": 8}
@@ -96,6 +96,6 @@ def test_a_call_without_time_for_a_long_answer_is_warned_of(sections: dict[str, 
 def test_runners_do_not_share_a_port() -> None:
     with (
         pytest.raises(ConfigError, match=r"agents\.port 8394 with agents\.runners 2"),
-        runs.settled_ports(config(agents={"port": 8394, "runners": 2})),
+        ports.settle(config(agents={"port": 8394, "runners": 2})),
     ):
         pass

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +10,7 @@ from headrace.base.devices import Device, Inventory
 from headrace.base.errors import ServiceError
 from headrace.config import load
 from headrace.launch import device_plan
-from headrace.net.service import EXIT_STOPPED
 from tests.support.command import headrace
-from tests.support.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CUDA = {"torch": "2.13.0", "vllm": "0.32.0"}
@@ -63,42 +56,3 @@ def test_an_example_takes_as_many_gpus_as_it_says(name: str, gpus: int) -> None:
     assert plan.is_shared == (gpus == 1)
     with pytest.raises(ServiceError, match=f"machine has {gpus - 1}"):
         device_plan.plan_devices(load(EXAMPLES / f"{name}.yaml", ["trainer.device=cuda"]), machine(gpus - 1), CUDA)
-
-
-SRUN = """#!{python}
-import os, pathlib, signal, sys
-with open("{folder}/calls", "a") as calls:
-    calls.write(" ".join(sys.argv) + "\\n")
-if "trainer" in sys.argv:
-    told = lambda *_: (pathlib.Path("{folder}/told").write_text("TERM"), os._exit({code}))
-    signal.signal(signal.SIGTERM, told)
-    with open("{folder}/trains", "a") as trains:
-        trains.write("one ")
-    signal.pause()
-print("10.0.0.1")
-"""
-
-
-def test_a_slurm_job_whose_time_ends_tells_the_trainer(tmp_path: Path) -> None:
-    commands = {
-        "srun": SRUN.format(python=sys.executable, folder=tmp_path, code=EXIT_STOPPED),
-        "scontrol": "#!/bin/sh\necho first\necho second\n",
-    }
-    for name, text in commands.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    trains = tmp_path / "trains"
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "7"}
-    job = subprocess.Popen(["bash", EXAMPLES / "slurm_two_nodes.sh"], env=environ, start_new_session=True)
-    try:
-        wait_until(lambda: trains.exists() and trains.read_text() == "one one ", within_s=60)
-        calls = (tmp_path / "calls").read_text()
-        assert calls.index("config check") < min(calls.index(service) for service in ("replay", "rollout", "trainer"))
-        assert calls.count("trainer.launch 6 --nnodes 2") == 2
-        job.terminate()  # as Slurm does: the script alone, by --signal=B:TERM
-        assert job.wait(60) == EXIT_STOPPED
-        assert (tmp_path / "told").read_text() == "TERM"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()

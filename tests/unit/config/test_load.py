@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from headrace.base.errors import ConfigError
 from headrace.config import Config, load
 from headrace.config.explain import known_keys, nearest, pattern
+from headrace.config.loading import InvalidConfig, examine
 from headrace.config.other_names import NAMES
 from headrace.config.section import Section
 from headrace.config.yaml_text import dump
@@ -165,6 +166,28 @@ def test_an_unknown_variable_is_an_error_too(file: Path, variable: str, near: st
     message = refusal(file, environ={variable: "a-token"})
     assert "a-token" not in message
     assert near in message
+
+
+def test_all_wrong_variables_and_overrides_are_said_at_once(file: Path) -> None:
+    variables = refusal(file, environ={"HEADRACE_GRP__SEED": "1", "HEADRACE_ZZZZ": "2"})
+    assert [line.partition(":")[0] for line in variables.splitlines()] == ["HEADRACE_GRP__SEED", "HEADRACE_ZZZZ"]
+    overrides = refusal(file, "seed", "data.train.7.size=3", "grpo.seed=5", "=4")
+    assert [line.partition(" ")[0] for line in overrides.splitlines()] == ["'seed'", "data.train.7.size=3:", "'=4'"]
+
+
+def test_the_rest_of_a_wrong_configuration_is_kept(file: Path) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        examine(
+            file, ["grpo.sed=3", "env.more.type=nothing", "env.odd={}", "policy.precision=float3", "grpo.seed=7"], {}
+        )
+    rest = refused.value.rest
+    assert rest is not None
+    assert rest.config.algorithm.seed == 7
+    assert "more" not in rest.config.env
+    assert refused.value.sections == {"grpo", "env", "policy"}
+    with pytest.raises(InvalidConfig) as refused:  # what is wrong is no single value
+        examine(file, ["data.train.0.env_name=nobody"], {})
+    assert refused.value.rest is None
 
 
 def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:

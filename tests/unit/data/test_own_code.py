@@ -119,9 +119,12 @@ def test_multiple_choice_questions_list_their_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("broken", r"rows\.jsonl:1: .*mine\.py:broken: .*mine\.py:20 raised KeyError: 'nothing'\n"),
-        ("nothing", r"rows\.jsonl:1: .*mine\.py:nothing returned None"),
-        ("numbers", r"rows\.jsonl:1: .*mine\.py:numbers returned <generator "),
+        (
+            "broken",
+            r"processor: 2 rows .*mine\.py:broken: .*mine\.py:20 raised KeyError: 'nothing'\n  .*rows\.jsonl:1\n",
+        ),
+        ("nothing", r"processor: 2 rows .*mine\.py:nothing returned None.*\n  .*rows\.jsonl:1\n"),
+        ("numbers", r"processor: 2 rows .*mine\.py:numbers returned .*\n  .*rows\.jsonl:1"),
         ("missing", r"data\.train\[0\]\.processor .*mine\.py has no function or class missing"),
         ("here", r"mine\.py has no function or class here"),
     ],
@@ -136,9 +139,12 @@ def test_a_processors_error_names_the_row_and_the_line_of_code(mine: Path, rows:
     [
         ({"dataset_name": ":torn"}, r"dataset_name .*mine\.py:torn, row 1: .*mine\.py:25 raised OSError"),
         ({"dataset_name": ":numbers", "task_config": {"size": 2}}, r"raised TypeError: .*'size'"),
-        ({"dataset_name": ":words"}, r"mine\.py:words, row 0: it is '1\+1'"),
+        ({"dataset_name": ":words"}, r"row 0 of .*mine\.py:words: it is '1\+1'"),
         ({"dataset_name": ":ask"}, r"raised TypeError: .*missing 1 required positional argument"),
-        ({"dataset_name": ":numbers", "output_key": "a"}, r"row 0 of .*mine\.py:numbers: no field 'a' \(output_key\)"),
+        (
+            {"dataset_name": ":numbers", "output_key": "a"},
+            r"3 rows .*no field 'a' \(output_key\).*\n  .*row 0 of .*mine\.py:numbers\n",
+        ),
         ({"dataset_name": "no.such.module.f"}, r"no\.such\.module can't be imported; install it, .*FILE\.py:f"),
     ],
 )

@@ -33,7 +33,7 @@ def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> P
 
 
 def test_a_prompt_that_is_too_long_ends_the_run_first(tmp_path: Path) -> None:
-    said = r"data\.train\[0\]: the prompt of sums problem 1 has 9 tokens, more than data\.max_input_seq_length 6"
+    said = r"data\.train\[0\]: the prompt of sums problem 1 \(.*sums\.jsonl:2\) has 9 tokens, more than data\.max_input_seq_length 6"
     with pytest.raises(ConfigError, match=said + r"; raise it.*data\.overlong_prompts=leave_out"):
         prompts(tmp_path, "1+1", "47+85+3")
     with pytest.raises(ConfigError, match=r"2 of its 3 prompts"):
@@ -85,7 +85,7 @@ def test_a_token_that_the_model_does_not_know_ends_the_run_first(tmp_path: Path)
     )
     tokenizer = tiny.make_tokenizer()
     equals = tokenizer.convert_tokens_to_ids("=")
-    with pytest.raises(ConfigError, match=rf"sums problem 1 has token {equals} \('='\)"):
+    with pytest.raises(ConfigError, match=rf"sums problem 1 .*has token {equals} \('='\)"):
         Prompts(settings, tokenizer, ModelTokens(TINY.ends, equals))
     path.write_text(path.read_text().replace("1=1", "1+3"))
     assert Prompts(settings, tokenizer, ModelTokens(TINY.ends, equals)).total == 3

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,22 @@ import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
+from headrace.base.errors import ConfigError
 from headrace.config.loading import examine
-from headrace.page import answers, overview, server
+from headrace.page import answers, indexing, overview, server, timeline
 from headrace.page.memory import release_memory
 from headrace.page.run_files import RunFiles, RunFolder
-from headrace.page.server import build_app, encode
-from headrace.run import group_files, start
+from headrace.page.server import build_app
+from headrace.records.group_event import GroupEvent
+from headrace.run import group_files, group_index, start
+from headrace.run.group_history import GroupHistory
 from headrace.run.history import RUN_LOCK
 from headrace.run.journal import JOURNAL, Journal
-from headrace.run.samples import SampleFiles
+from headrace.run.sample_files import SampleFiles
 from tests.support.page_runs import START, STEPS, recorded_run, with_steps
 from tests.support.past_run import past_run
 from tests.support.stored_samples import sample
+from tests.support.waiting import wait_until
 
 WAITED = "timing/train/wait_for_generation"
 HOSTILE = "</script><img src=x>\x1b[2J\u202e\"'&"
@@ -228,9 +233,9 @@ def test_a_trajectory_is_read_token_by_token(client: TestClient) -> None:
 
 
 def test_lanes_are_those_of_who_worked(client: TestClient) -> None:
-    timeline = ask(client, "/api/runs/adder/timeline")
-    lanes = {lane["name"]: lane for lane in timeline["lanes"]}
-    assert timeline["running"] is False
+    found = ask(client, "/api/runs/adder/timeline")
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert found["running"] is False
     assert {name: lane["kind"] for name, lane in lanes.items()} == {
         "trainer": "trainer",
         "rollout-1": "replica",
@@ -259,6 +264,24 @@ def test_events_that_stand_in_two_files_are_drawn_once(tmp_path: Path, twice: tu
             group_files.write_file(groups, whole.slice(0, 80).to_pydict())
         assert len(group_files.list_files(groups)) == 2
         assert ask(client, "/api/runs/adder/timeline")["lanes"] == once
+
+
+def test_a_timeline_is_made_anew_when_something_has_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = recorded_run(tmp_path) / group_files.FOLDER
+    made: list[int] = []
+    show = timeline.show
+    monkeypatch.setattr(timeline, "show", lambda *given: made.append(1) or show(*given))  # type: ignore[func-returns-value]
+    with TestClient(build_app(tmp_path)) as client:
+        first = ask(client, "/api/runs/adder/timeline")
+        lanes = len(made)
+        assert ask(client, "/api/runs/adder/timeline") == first
+        assert len(made) == lanes, "it was kept"
+        (file,) = group_files.list_files(groups)
+        late = group_files.read_file(file.path).slice(0, 3).to_pydict()
+        moments = [time + timedelta(hours=1) for time in late["time"]]
+        ids = [f"{int(moment.timestamp() * 1000)}-{number}" for number, moment in enumerate(moments)]
+        group_files.write_file(groups, late | {"id": ids, "time": moments})
+        assert ask(client, "/api/runs/adder/timeline")["last"] > first["last"]
 
 
 def test_memory_of_a_long_answer_is_given_back(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +341,50 @@ def test_a_run_that_is_read_for_long_holds_up_no_other(tmp_path: Path, monkeypat
             assert [(await task).json() for task in waiting] == [{"name": "slow"}] * 5
 
     asyncio.run(look())
+
+
+def test_a_run_is_shown_while_its_groups_are_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded_run(tmp_path)
+    monkeypatch.setattr(indexing, "WAITED_FOR", 0)
+    monkeypatch.setattr(group_index, "_AT_ONCE", 2)
+    known, has_begun, may_end = group_index.iterate_events, threading.Event(), threading.Event()
+
+    def slow(path: Path, fields: list[str], first_ms: int) -> Iterator[GroupEvent]:
+        for number, event in enumerate(known(path, fields, first_ms)):
+            if number == 60:
+                has_begun.set()
+                assert may_end.wait(60)
+            yield event
+
+    monkeypatch.setattr(group_index, "iterate_events", slow)
+    with TestClient(build_app(tmp_path)) as client:
+        try:
+            ask(client, "/api/runs/adder/groups")
+            assert has_begun.wait(60)
+            found = ask(client, "/api/runs/adder/groups?text=1%2B1")
+            assert 0 < found["total"] < 15
+            assert [problem for problem in found["problems"] if "indexed" in problem and "%" in problem]
+            assert [problem for problem in ask(client, "/api/runs/adder")["problems"] if "indexed" in problem]
+            assert "indexed" in ask(client, "/api/runs/adder/groups/validation-0", 404)["detail"]
+            assert ask(client, "/api/runs/adder/groups/0-0")["state"] == "trained"
+        finally:
+            may_end.set()
+        wait_until(lambda: not ask(client, "/api/runs/adder/groups")["problems"])
+        assert ask(client, "/api/runs/adder/groups")["total"] == 15
+
+
+def test_an_index_that_cant_be_built_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded_run(tmp_path)
+    monkeypatch.setattr(indexing, "WAITED_FOR", 0)
+
+    def fail(history: GroupHistory) -> None:
+        raise ConfigError("the disk is full")
+
+    monkeypatch.setattr(GroupHistory, "refresh", fail)
+    with TestClient(build_app(tmp_path)) as client:
+        wait_until(lambda: client.get("/api/runs/adder/groups").status_code == 500)
+        said = []
+        wait_until(lambda: said.append(client.get("/api/runs/adder/groups").json()) or "disk is full" in str(said[-1]))  # type: ignore[func-returns-value]
 
 
 def test_logs_are_merged_by_time(client: TestClient) -> None:
@@ -405,7 +472,7 @@ def test_texts_stay_data(client: TestClient) -> None:
     answer = client.get("/api/runs/adder/groups/0-10/trajectories/1")
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["metadata"] == {"judge": HOSTILE}
-    assert encode({"a": "\ud800", "b": float("nan")}) == b'{"a":"\\\\ud800","b":null}'
+    assert answers.encode({"a": "\ud800", "b": float("nan")}) == b'{"a":"\\\\ud800","b":null}'
 
 
 def test_the_first_page_is_at_every_view(client: TestClient) -> None:

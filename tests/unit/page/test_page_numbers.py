@@ -37,20 +37,29 @@ def test_merged_lanes_cover_what_they_stand_for() -> None:
     chance = np.random.default_rng(1)
     start = chance.uniform(0, 100, 500)
     length = chance.exponential(0.2, 500)
+    length[[7, 70]] = 6.0, 40.0  # the others are shorter than a place in the drawing
     number, none = np.arange(500), np.full(500, -1)
     groups = [str(group) for group in number]
     bars = Bars(start, start + length, number % 2, ("scoring", "waiting"), str, none, number % 2, number, none, groups)
     merged = show(bars, 0.0, 100.0, most=40)
     assert len(merged) <= 40
     assert sum(bar.get("count", 1) for bar in merged) == 500
-    longest = int(length.argmax())
-    assert bars.show(longest) in merged
+    told = {bar["group"]: bar for bar in merged if "count" not in bar}
+    assert {"7", "70"} <= told.keys()
+    assert (told["7"]["start"], told["7"]["end"], told["7"]["text"]) == (start[7], start[7] + 6.0, "7")
+    assert len(merged) <= 20 + 2, "the short ones are together"
     for place in number.tolist():
         assert any(one["start"] <= start[place] and start[place] + length[place] <= one["end"] for one in merged)
     several = [bar for bar in merged if bar.get("count", 1) > 1]
-    assert max(bar["end"] - bar["start"] for bar in several) <= 100 / 20 + length.max(), "its place is told"
+    assert max(bar["end"] - bar["start"] for bar in several) <= 100 / 20 + 5, "its place is told"
     assert merged == sorted(merged, key=lambda bar: (bar["start"], bar["end"]))
-    assert {bar["what"] for bar in several} == {"several"}
+    at = ((start + length / 2) / 5).astype(int).clip(0, 19)
+    at[[7, 70]] = -1
+    for bar, mine in zip(several, (at == slot for slot in range(20)), strict=True):
+        time_of = {kind: length[mine & (number % 2 == code)].sum() for code, kind in enumerate(bars.kinds)}
+        kinds = sorted(bars.kinds, key=lambda kind: -time_of[kind])
+        assert (bar["start"], bar["end"]) == (start[mine].min(), (start + length)[mine].max())
+        assert (bar["what"], bar["text"], bar["count"]) == (kinds[0], f"{mine.sum()} of {', '.join(kinds)}", mine.sum())
     assert all(bar["step"] is None and bar["group"] is None and bar["version"] is None for bar in several)
     one_kind = dataclasses.replace(bars, step=number * 0 + 7, what=number * 0)
     assert {(bar["what"], bar["step"]) for bar in show(one_kind, 0.0, 100.0, most=40)} == {("scoring", 7)}

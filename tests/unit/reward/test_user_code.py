@@ -216,15 +216,16 @@ VALUES: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("road", ROADS)
-@pytest.mark.parametrize("number", range(len(VALUES)))
-def test_what_is_no_reward_fails_its_sample_alone_and_frees_its_slot(number: int, road: str) -> None:
-    def act(given: Any) -> Any:
-        value = VALUES[number]()
-        return [value] if isinstance(given, Sequence) else value
+def test_what_is_no_reward_fails_its_sample_alone_and_frees_its_slot(road: str) -> None:
+    for number, make in enumerate(VALUES):
 
-    for score in asyncio.run(ends(acting(act, road), times=3)):
-        assert (score.status, score.reward) == ("FAILED", None)
-        assert score.message
+        def act(given: Any, make: Callable[[], Any] = make) -> Any:
+            value = make()
+            return [value] if isinstance(given, Sequence) else value
+
+        for score in asyncio.run(ends(acting(act, road), times=3)):
+            assert (score.status, score.reward) == ("FAILED", None), number
+            assert score.message, number
 
 
 def test_in_a_batch_what_is_no_reward_fails_alone() -> None:

@@ -126,7 +126,7 @@ def case_of(folder: Path, kind: type[Checkpoints] = Checkpoints, **settings: Any
     lineage = LineageWriter(folder / "lineage", "t")
     context: Any = SimpleNamespace(
         lead=lead, checkpoints=checkpoints, replay=buffer, history=buffer, retry=retry, lineage=lineage, torch=torch,
-        clock=time.monotonic,
+        clock=time.monotonic, uploads=None,
     )  # fmt: skip
     return Case(disk, lead, checkpoints, buffer, CheckpointWriter(context, "t"))
 

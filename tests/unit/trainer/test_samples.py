@@ -22,7 +22,8 @@ from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Evaluated
 from headrace.run.journal import JOURNAL, Journal
-from headrace.run.samples import COLUMNS, Kind, SampleFiles, by_group, failed_groups, make_sample
+from headrace.run.sample_files import Kind, SampleFiles
+from headrace.run.samples import COLUMNS, by_group, failed_groups, make_sample
 from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.batch_samples import (
     as_markdown,

@@ -79,6 +79,8 @@ export function robustRange(points, { all = false, log = false } = {}) {
     if (inside.length < point.filter(finite).length) outside += 1;
     for (const value of inside) [low, high] = [Math.min(low, value), Math.max(high, value)];
   }
+  // shares, counts and times that are always 0 are never below it
+  if (!log && low === 0 && high === 0) high = 1;
   const room = (high - low || (log ? 1 : Math.abs(high) || 1)) * 0.06;
   const edge = (value) => (log ? 10 ** value : value);
   return { low: edge(low - room), high: edge(high + room), outside };

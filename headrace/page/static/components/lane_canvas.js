@@ -3,7 +3,7 @@
 import { duration, visible } from "../format.js";
 import { styleOf } from "../theme.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
-import { AXIS, find, heightOf, kindOf, moveBar, pan, textOf, ticks, tickText, within, zoom } from "./lanes.js";
+import { AXIS, find, heightOf, kindOf, laneAt, moveBar, pan, textOf, ticks, tickText, within, zoom } from "./lanes.js";
 
 /** The kinds of bars: the colour of each in style.css. */
 export const COLOURS = {
@@ -22,6 +22,9 @@ const OTHERS = 0.42;
 
 export const shade = (bar) =>
   kindOf(bar.what) === "generation" && Number.isFinite(bar.version) ? SHADES[bar.version % SHADES.length] : OTHERS;
+
+/** Pixels of a tick and its text. */
+const TICK_PX = 66;
 
 const gutterOf = (width) => (width < 600 ? 84 : 150);
 
@@ -92,7 +95,7 @@ function outline(context, lane, bar, { x, width, gutter, y }, colour) {
 
 function drawAxis(context, range, place, paints) {
   const { x, width, gutter, height } = place;
-  const { step, times } = ticks(range, Math.max(2, Math.floor((width - gutter) / 90)));
+  const { step, times } = ticks(range, Math.max(2, Math.floor((width - gutter) / TICK_PX)));
   for (const time of times) {
     context.fillStyle = paints.grid;
     context.fillRect(x(time), AXIS - 4, 1, height);
@@ -234,7 +237,9 @@ function usePointers({ canvas, scroller, lanes, range, whole, onRange, onFocus, 
   };
   const move = (event) => {
     const start = from.current;
-    const { x, perPixel } = where(event);
+    const { x, y, gutter, perPixel } = where(event);
+    // names may be cut off
+    canvas.current.title = x < gutter ? visible(lanes[laneAt(lanes, y)]?.name) : "";
     if (!start) return setHover(withPlace(at(event), event, canvas.current));
     if (start.moves) {
       const by = (start.x - x) * perPixel;

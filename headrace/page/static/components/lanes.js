@@ -117,9 +117,12 @@ export function tickText(seconds, step) {
         .slice(0, step >= 0.1 ? 1 : 2)}`;
 }
 
+/** Returns the number of the lane at a place in the drawing; -1 beside all. */
+export const laneAt = (lanes, y) => lanes.findIndex((each) => y >= each.top && y < each.top + each.height);
+
 /** Returns the bar at a place, `{lane, bar}` (numbers), or null. `x` is a time, `y` a place in the drawing, `slack` seconds that a bar may miss. */
 export function find(lanes, x, y, slack = 0) {
-  const lane = lanes.findIndex((each) => y >= each.top && y < each.top + each.height);
+  const lane = laneAt(lanes, y);
   if (lane < 0) return null;
   const { bars, of, row, top } = lanes[lane];
   let best = null;
@@ -156,16 +159,22 @@ export function moveBar(key, lanes, { lane, bar }) {
 /** Returns the text of a bar without the seconds at its end: how long it took is shown beside it. */
 export const textOf = (bar) => (bar.text || bar.what).replace(/, [\d.e+-]+ s$/, "");
 
-/** Returns the kind of a bar, which decides its colour, by what it is. */
+// In order: the first that matches what a bar is.
+const KINDS_OF_BARS = [
+  [/wait/, "wait"],
+  [/valid/, "validation"],
+  [/checkpoint/, "checkpoint"],
+  [/refit/, "refit"],
+  [/^scor/, "scoring"],
+  [/^(generation|trajectory)/, "generation"],
+  [/train|step|prob/, "training"],
+];
+const known = new Map();
+
+/** Returns the kind of a bar, which decides its colour, by what it is. A drawing asks it of each of its bars. */
 export function kindOf(what) {
-  if (/wait/.test(what)) return "wait";
-  if (/valid/.test(what)) return "validation";
-  if (/checkpoint/.test(what)) return "checkpoint";
-  if (/refit/.test(what)) return "refit";
-  if (/^scor/.test(what)) return "scoring";
-  if (/^(generation|trajectory)/.test(what)) return "generation";
-  if (/train|step|prob/.test(what)) return "training";
-  return "other";
+  if (!known.has(what)) known.set(what, KINDS_OF_BARS.find(([words]) => words.test(what))?.[1] ?? "other");
+  return known.get(what);
 }
 
 /** Returns the bars of a lane in a range, at most `most`: `{bars, total}`. */

@@ -76,11 +76,11 @@ export function asOf(run, now, at, lost = false) {
   const age = Math.max(0, at - now.time);
   if (run.state !== "running")
     return {
-      text: `Not live: ${run.state}. The last known state is of ${time(now.time)}, ${duration(age)} ago.`,
+      text: `Not live: ${run.state}. The last known state is of ${time(now.time)}, ${ago(now.time)}.`,
       tone: "calm",
     };
   const problem = lost ? ": the server of this page does not answer" : age > LATE ? ": the trainer is silent" : "";
-  return { text: `As of ${clock(now.time)}, ${duration(age)} ago${problem}`, tone: problem ? "bad" : "good" };
+  return { text: `As of ${clock(now.time)}, ${ago(now.time)}${problem}`, tone: problem ? "bad" : "good" };
 }
 
 export function Overview({ run, query }) {
@@ -286,8 +286,7 @@ function Checkpoints({ run, checkpoints }) {
     {
       name: "step",
       label: "step",
-      numeric: true,
-      cell: ({ step, best }) => html`${best && html`<${Badge} tone="good">best<//> `}${count(step)}`,
+      cell: ({ step, best }) => html`${count(step)}${best && html` <${Badge} tone="good">best<//>`}`,
     },
     { name: "metric", label: run.best?.metric ?? "metric", numeric: true, cell: ({ metric }) => number(metric, 4) },
   ];

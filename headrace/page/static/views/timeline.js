@@ -172,7 +172,8 @@ const Legend = () => html`<div class="meaning">
       } ${kind}${kind === "generation" ? ", shaded by weight version" : ""}
     </span>`,
   )}
-  <span class="faint">wheel: zoom · drag: choose a range · Shift and drag: move · click: open</span>
+  <span class="faint by-mouse">wheel: zoom · drag: choose a range · Shift and drag: move · click: open</span>
+  <span class="faint by-touch">drag: move · tap: open</span>
 </div>`;
 
 const mixed = (colour, opacity) => `color-mix(in srgb, var(${colour}) ${Math.round(opacity * 100)}%, transparent)`;

@@ -1,0 +1,239 @@
+"""What of a run is in an object store: a checkpoint with all that a trainer reads to continue from it, and how it comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.errors import CodecError, ConfigError, ServiceError
+from headrace.base.files import atomic_write, cut_torn_line, fsync, link_or_copy
+from headrace.base.scratch import scratch_folder
+from headrace.config import Config
+from headrace.config.yaml_text import dump_value, parse
+from headrace.run import checkpoints, group_files, prompt_counts
+from headrace.run.checkpoints import CHAIN, STATE, Start, cannot_write_checkpoint, find_timeline
+from headrace.run.folder import INPUTS, SAVED
+from headrace.run.fork import copy_groups
+from headrace.run.history import RECORD
+from headrace.run.journal import JOURNAL, list_files
+from headrace.run.lineage import FOLDER, LineageFiles
+from headrace.run.object_store import Manifest, RunStore, StoredFile
+from headrace.run.start import START
+
+# Files of a run's folder that are written anew: each is sent as it is at a moment. A start writes the first three itself.
+_OF_A_START = (SAVED, START, RECORD)
+_REWRITTEN = (*_OF_A_START, prompt_counts.FILE)
+_PARTS = ("checkpoint", "lineage", "run")
+_SAY_EVERY_S = 10.0
+
+
+class _State(msgspec.Struct):
+    timeline: str
+    metrics: dict[str, float] = {}
+
+
+@contextlib.contextmanager
+def collect(config: Config, version: int) -> Iterator[tuple[Manifest, Mapping[str, Path]]]:
+    """Yield the manifest of a published checkpoint, and the paths of its files. They stay there while the context is open, whatever becomes
+    of the checkpoint and the run's folder meanwhile: where the file system can, they are links.
+
+    Raises `FileNotFoundError` if the checkpoint is gone, `OSError`, and `ServiceError` if it can't be read.
+    """
+    source = config.checkpoint_folder
+    with scratch_folder(".uploading-", source) as folder:
+        shutil.copytree(checkpoints.path_of(source, version), folder / "checkpoint", copy_function=link_or_copy)
+        for later in (folder / "checkpoint").glob("metrics-*.json"):  # they are in the manifest, which can be renewed
+            later.unlink()
+        (folder / "lineage").mkdir()
+        for step, path in LineageFiles(source / FOLDER).files():
+            if step < version:
+                link_or_copy(path, folder / "lineage" / path.name)
+        _copy_run(config.run_folder, folder / "run")
+        sums: dict[str, str] = {}
+        with contextlib.suppress(FileNotFoundError):  # an earlier build wrote the checkpoint
+            sums = {
+                f"checkpoint/{name}": digest for name, digest in checkpoints.read_sums(folder / "checkpoint").items()
+            }
+        paths = {
+            str(path.relative_to(folder)): path
+            for part in _PARTS
+            for path in sorted((folder / part).rglob("*"))
+            if path.is_file()
+        }
+        files = {
+            name: StoredFile(path.stat().st_size, sums.get(name) or checkpoints.digest_of(path))
+            for name, path in paths.items()
+        }
+        state = msgspec.json.decode((folder / "checkpoint" / STATE).read_bytes(), type=_State)
+        metrics = checkpoints.read_metrics(source, version)
+        yield Manifest(config.run.id or "", version, state.timeline, time.time(), files, metrics), paths
+
+
+def _copy_run(source: Path, target: Path) -> None:
+    """Copy what is read of a run's folder while its trainer writes there."""
+    target.mkdir()
+    copy_groups(source / group_files.FOLDER, target / group_files.FOLDER)
+    _copy_journal(source / JOURNAL, target)
+    for name in _REWRITTEN:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+    if (source / INPUTS).is_dir():
+        shutil.copytree(source / INPUTS, target / INPUTS)
+
+
+def _copy_journal(journal: Path, target: Path) -> None:
+    before: list[Path] | None = None
+    while (segments := list_files(journal)) != before:  # the trainer has begun a new one meanwhile
+        before = segments
+        for segment in segments:
+            shutil.copyfile(segment, target / segment.name)
+    for segment in segments[-1:]:
+        cut_torn_line(target / segment.name)  # the trainer may have been writing it
+
+
+# -- getting it back
+
+
+def is_of(folder: Path, starts: Sequence[Start]) -> bool:
+    """Whether the newest of the store's `starts` is that of a trainer on this folder of checkpoints."""
+    # without the file, `read_chain` returns that of a checkpoint which may have come from the store
+    return (folder / CHAIN).exists() and starts[-1] in checkpoints.read_chain(folder)
+
+
+def fetch_newest(config: Config, store: RunStore, say: Callable[[str], None]) -> int | None:
+    """If the run was continued where its folder is not, fetch the newest whole checkpoint, and what a start reads beside it. Returns its
+    version; None if there is nothing to fetch. `say` is called with what it does, and with what is wrong with a damaged checkpoint.
+
+    Raises `ServiceError` if the folder has checkpoints that the store's do not descend from, or all in the store are damaged.
+    """
+    folder, starts = config.checkpoint_folder, store.starts()
+    if not starts or is_of(folder, starts):
+        return None
+    here, there = checkpoints.find_published(folder), store.manifests(starts)
+    if here:
+        found = msgspec.json.decode((checkpoints.path_of(folder, here[-1]) / STATE).read_bytes(), type=_State)
+        if (folder / CHAIN).exists() or find_timeline(starts, here[-1]) != found.timeline:
+            newest = f"checkpoint {max(there)}" if there else "a start without a checkpoint"
+            raise ServiceError(
+                f"{store.url} has {newest} of a trainer that did not work in {folder}, which has checkpoint {here[-1]}: the run went on "
+                "elsewhere. Move this folder away, and the next start fetches the run; or give run.id another name"
+            )
+        if not there or max(there) <= here[-1]:
+            return None
+    if not there:
+        return None
+    return _fetch_whole(store, there, folder, config.run_folder, say)
+
+
+def fetch(store: RunStore, version: int | None, folder: Path, say: Callable[[str], None]) -> int:
+    """Make `folder` a copy of the run, with checkpoint `version`, by default the newest whole one. Returns the version. Raises
+    `ConfigError` if the folder exists, or the store has no such checkpoint."""
+    if folder.exists():
+        raise ConfigError(f"{folder} already exists; give another folder")
+    there = store.manifests(store.starts())
+    if (version is not None and version not in there) or not there:
+        what = "no checkpoint" if version is None else f"no checkpoint {version}"
+        raise ConfigError(f"{store.url} has {what}; it has {', '.join(map(str, there)) or 'none'}")
+    wanted = there if version is None else {version: there[version]}
+    try:
+        found = _fetch_whole(store, wanted, folder / "checkpoints", folder, say)
+        _forget_folders(folder / SAVED)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return found
+
+
+def _forget_folders(saved: Path) -> None:
+    """Remove from a saved configuration the folders of the machine that it is from."""
+    values = parse(saved.read_text(encoding="utf-8"), str(saved))
+    for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
+        values.get(section, {}).pop(key, None)
+    with atomic_write(saved) as unfinished:
+        unfinished.touch(mode=0o600)
+        unfinished.write_text(dump_value(values), encoding="utf-8")
+
+
+def _fetch_whole(
+    store: RunStore, manifests: Mapping[int, str], folder: Path, run_folder: Path, say: Callable[[str], None]
+) -> int:
+    problems: list[str] = []
+    for version, name in sorted(manifests.items(), reverse=True):
+        try:
+            manifest = store.read_manifest(name)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+        except CodecError as error:
+            problem = str(error)
+        else:
+            say(f"fetching checkpoint {version} ({_size(manifest.size)}) from {store.url}")
+            try:
+                found = _fetch(store, manifest, folder, run_folder, say)
+            except OSError as error:
+                raise cannot_write_checkpoint(folder, error) from error
+            if found is None:
+                return version
+            problem = found
+        say(f"checkpoint {version} in the store is damaged, and the one before it is used: {problem}")
+        problems.append(problem)
+    raise ServiceError(
+        "\n".join([f"every checkpoint in {store.url} is damaged; give run.id another name to start over:", *problems])
+    )
+
+
+def _fetch(
+    store: RunStore, manifest: Manifest, folder: Path, run_folder: Path, say: Callable[[str], None]
+) -> str | None:
+    """Fetch a checkpoint. The folder has it completely or not at all. Returns what is wrong with it in the store, or None."""
+    if f"checkpoint/{STATE}" not in manifest.files:
+        return f"{store.url}: the manifest of checkpoint {manifest.version} names no {STATE}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(".fetching-", folder) as scratch:
+        progress = Moved(manifest.size, say)
+        if (problem := store.fetch(manifest, scratch, progress)) is not None:
+            return problem
+        state = msgspec.json.decode((scratch / "checkpoint" / STATE).read_bytes(), type=_State)
+        if manifest.metrics != state.metrics:
+            metrics = scratch / "checkpoint" / checkpoints.metrics_name(manifest.timeline)
+            metrics.write_bytes(msgspec.json.encode(manifest.metrics))
+        (folder / CHAIN).unlink(missing_ok=True)  # of starts that led to no checkpoint
+        for name in _OF_A_START:
+            with contextlib.suppress(FileNotFoundError):
+                (scratch / "run" / name).chmod(0o600)  # an address may hold a password
+        for part, target in (("lineage", folder / FOLDER), ("run", run_folder)):
+            for path in sorted((scratch / part).rglob("*")):
+                place = target / path.relative_to(scratch / part)
+                if path.is_file() and not (place.name in _OF_A_START and place.exists()):
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.move(path, place)
+        for path in (scratch / "checkpoint").rglob("*"):
+            fsync(path)
+        final = checkpoints.path_of(folder, manifest.version)
+        (scratch / "checkpoint").rename(final)
+        fsync(folder)
+    return None
+
+
+class Moved:
+    """How much of `total` bytes has been moved. `at` is when the last part was, on the monotonic clock."""
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self.total, self.done = total, 0
+        self.at = self._said = time.monotonic()
+        self._say = say
+
+    def __call__(self, size: int) -> None:
+        self.done += size
+        self.at = time.monotonic()
+        if self.at - self._said >= _SAY_EVERY_S:
+            self._said = self.at
+            self._say(f"{_size(self.done)} of {_size(self.total)}")
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,70 @@
+"""Slurm's commands for a test: two nodes, each a network namespace, and a job that runs on the first.
+
+    unshare … python -m tests.support.slurm FOLDER JOB [RANK]
+
+Runs inside namespaces of its own (`tests.chaos.runs.NAMESPACES`). `srun` enters the namespace of the node that it names. With `RANK`, that
+rank of the trainer is killed after its first step. The exit code is the job's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from headrace.net.service import die_with_parent
+from tests.support.network import Network
+from tests.support.waiting import wait_until
+
+NODES = {"node-1": 2, "node-2": 3}
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || node=${1#*=}; shift; done
+exec $(cat "$0.$node") "$@"
+"""
+
+
+def commands(folder: Path, enter: dict[str, list[str]]) -> None:
+    """Write `srun` and `scontrol` into `folder`; `enter` is what to put before a command to run it on a node."""
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf '%s\\n' " + " ".join(enter) + "\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    for node, prefix in enter.items():
+        (folder / f"srun.{node}").write_text(" ".join(prefix))
+
+
+def environ(folder: Path) -> dict[str, str]:
+    """The environment of a job whose commands are in `folder`."""
+    return {
+        **os.environ,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node-[1-2]",
+        "SLURM_JOB_ID": "7",
+    }
+
+
+def main(folder: Path, job: Path, killed: str | None) -> int:
+    network = Network()
+    hosts = folder / "etc_hosts"
+    addresses = {name: network.add(name, host) for name, host in NODES.items()}
+    own = f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"  # as Debian installs it
+    hosts.write_text(own + "".join(f"{address} {name}\n" for name, address in addresses.items()))
+    subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
+    commands(folder, {name: network.enter(name) for name in NODES})
+    running = subprocess.Popen(
+        [*network.enter("node-1"), "bash", str(job)], env=environ(folder), preexec_fn=die_with_parent
+    )
+    if killed is not None:
+        wait_until(lambda: any(folder.glob("*/metrics.jsonl")) or running.poll() is not None, within_s=600)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if "trainer" in process.cmdline() and process.environ().get("RANK") == killed:
+                    process.kill()
+    return running.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None))

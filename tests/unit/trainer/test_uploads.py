@@ -1,0 +1,381 @@
+"""Checkpoints reach the store whole or not at all, whatever fails on the way, and a machine without the run continues it from there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.base.errors import ConfigError, MissingPackage, Restartable, ServiceError
+from headrace.run import object_store, stored_run
+from headrace.run.checkpoints import DAMAGE, find_change
+from headrace.run.folder import SAVED
+from headrace.run.journal import JOURNAL, read_journal
+from headrace.run.lineage import FOLDER, LineageFiles
+from headrace.run.object_store import RunStore, list_problems
+from headrace_services.trainer.control import uploads
+from tests.support.s3_server import CUT, S3Server, s3_server
+from tests.support.stored_runs import RUN, Machine
+from tests.support.waiting import wait_until
+
+URL = "s3://bucket/runs"
+Make = Callable[..., Machine]
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    monkeypatch.setattr(uploads, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(uploads, "END_S", 20.0)
+    monkeypatch.setattr(object_store, "_PATIENCE", {"max_retries": 1})
+    with s3_server(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Make]:
+    """Makes machines by name; their trainers are gone after the test."""
+    made: list[Machine] = []
+
+    def make(name: str, store: str = URL, **checkpointing: object) -> Machine:
+        made.append(Machine(tmp_path / name, store, **checkpointing))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.uploads.close()
+
+
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_an_empty_machine_continues_from_the_store(s3: S3Server, machine: Make, tmp_path: Path, kind: str) -> None:
+    url = URL if kind == "s3" else f"file://{tmp_path}/mount"
+    first = machine("first", url)
+    assert first.start("t1") == 0
+    first.publish(10)
+    first.publish(20, accuracy=0.5)
+    first.finish()
+    first.checkpoints.add_metrics(20, "t1", {"val:late": 0.75})
+    first.uploads.wake()
+    first.finish()
+    first.uploads.close()
+    assert first.stored() == [10, 20]
+
+    second = machine("second", url)
+    assert second.start("t2") == 20
+    assert second.weights(20) == first.weights(20)
+    assert find_change(second.checkpoints.path(20)) is None
+    assert second.checkpoints.state(20).metrics == {"val:accuracy": 0.5, "val:late": 0.75}
+    assert [(line.kind, line.step) for line in read_journal(second.folder / JOURNAL)] == [
+        ("train", 9),
+        ("train", 19),
+        ("rewind", 20),
+    ]
+    assert [step for step, _ in LineageFiles(second.config.checkpoint_folder / FOLDER).files()] == [9, 19]
+    assert len([*(second.folder / "groups").iterdir()]) == 2
+    assert (second.folder / SAVED).stat().st_mode & 0o777 == 0o600
+    second.publish(30)
+    second.finish()
+    assert second.stored() == [10, 20, 30]
+    second.uploads.close()
+    # it goes on where it is, and the first, whose folder is older, does not
+    assert machine("second", url).start("t3") == 30
+    with pytest.raises(ServiceError, match="went on elsewhere"):
+        machine("first", url).claim("t3")
+
+
+def test_what_was_sent_is_not_sent_again(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    s3.spoil = lambda method, name: 500 if method == "PUT" and "manifests" in name else None
+    first.publish(10)
+    wait_until(lambda: list_problems(first.config.checkpoint_folder))
+    first.uploads.close()
+    assert s3.names("manifests") == []
+    sent = s3.sent("step_10-t1/checkpoint")
+    assert len([name for name in sent if "weights" in name]) == 1
+
+    s3.spoil = lambda method, name: None
+    again = machine("first")  # as after a kill in the midst of the upload
+    assert again.start("t2") == 10
+    again.finish()
+    assert again.stored() == [10]
+    assert s3.sent("step_10-t1/checkpoint") == sent
+
+
+def test_a_checkpoint_without_its_manifest_does_not_exist(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    s3.spoil = lambda method, name: (
+        CUT if method in ("PUT", "POST") and "step_20-t1/checkpoint/policy" in name else None
+    )
+    first.publish(20, b"w" * 20_000_000)
+    wait_until(lambda: list_problems(first.config.checkpoint_folder))
+    first.uploads.close()
+    s3.spoil = lambda method, name: None
+    assert first.stored() == [10]
+    assert s3.names("step_20-t1") != []
+    second = machine("second")
+    assert second.start("t2") == 10
+    second.publish(20)
+    second.finish()
+    # what was sent of the other is removed
+    folders = {name.split("/")[2] for name in s3.names()}
+    assert {folder for folder in folders if folder.startswith("step_")} == {"step_10-t1", "step_20-t2"}
+
+
+@pytest.mark.parametrize("fault", ["missing", "changed", "cut off", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over(s3: S3Server, machine: Make, fault: str) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.publish(20)
+    first.finish()
+    first.uploads.close()
+    (weights,) = s3.names("step_20-t1/checkpoint/policy/weights")
+    (manifest,) = s3.names("manifests/step_20")
+    if fault == "missing":
+        del s3.objects[weights]
+    elif fault == "changed":
+        s3.objects[weights].data = bytes(reversed(s3.objects[weights].data))
+    elif fault == "cut off":
+        s3.objects[weights].data = s3.objects[weights].data[:-1]
+    else:
+        s3.objects[manifest].data = b"{"
+    said: list[str] = []
+    second = machine("second")
+    assert stored_run.fetch_newest(second.config, second.store, said.append) == 10
+    assert any("20" in line and "damaged" in line and "step_20-t1" in line for line in said)
+    assert second.checkpoints.find_published() == [10]
+    assert [*second.config.checkpoint_folder.glob(f"*/{DAMAGE}")] == []
+
+    s3.objects[s3.names("step_10-t1/checkpoint/state.json")[0]].data = b""
+    with pytest.raises(ServiceError, match="every checkpoint"):
+        stored_run.fetch_newest(machine("third").config, second.store, said.append)
+
+
+def test_a_store_that_fails_ends_no_run_and_is_told(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    s3.spoil = lambda method, name: 503 if method == "PUT" else None
+    first.publish(10)
+    folder = first.config.checkpoint_folder
+    wait_until(lambda: first.uploads.take_metrics()["store_failures"])
+    first.uploads.poll()
+    (line,) = list_problems(folder)
+    assert "checkpoint 10" in line
+    assert "503" in line
+    s3.spoil = lambda method, name: None
+    first.finish()
+    assert first.stored() == [10]
+    assert list_problems(folder) == []
+    assert first.uploads.take_metrics()["timing/train/checkpoint_upload"] > 0
+
+
+def test_the_end_of_a_run_waits_for_the_store_but_not_for_ever(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "END_S", 0.1)
+    first = machine("first")
+    first.start("t1")
+    s3.spoil = lambda method, name: 500 if method == "PUT" else None
+    first.publish(10)
+    with pytest.raises(ServiceError, match="checkpoint 10"):
+        first.finish()
+
+
+def test_the_store_keeps_what_retention_keeps(s3: S3Server, machine: Make) -> None:
+    first = machine("first", keep_top_k=1, metric_name="val:accuracy")
+    first.start("t1")
+    first.publish(10, accuracy=0.9)
+    first.finish()
+    first.publish(20, accuracy=0.1)
+    first.finish()
+    first.publish(30, accuracy=0.2)
+    first.finish()
+    assert first.stored() == [10, 30]
+    assert s3.names("step_20") == []
+    first.uploads.close()
+    # a machine that fetched the newest alone keeps the best in the store
+    second = machine("second", keep_top_k=1, metric_name="val:accuracy")
+    assert second.start("t2") == 30
+    second.publish(40, accuracy=0.3)
+    second.finish()
+    assert second.stored() == [10, 40]
+
+
+def test_retention_takes_nothing_from_an_upload(s3: S3Server, machine: Make) -> None:
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def wait(method: str, name: str) -> None:
+        if method == "PUT" and "step_10-t1/checkpoint" in name:
+            reached.set()
+            assert goes_on.wait(20)
+
+    first = machine("first", keep_top_k=1, metric_name=None)
+    first.start("t1")
+    s3.spoil = wait
+    first.publish(10)
+    assert reached.wait(20)
+    first.publish(20)
+    assert first.checkpoints.find_published() == [20]
+    goes_on.set()
+    first.finish()
+    assert first.stored() == [20]
+    assert "PUT runs/adder/manifests/step_10-t1.json" in s3.requests
+    assert [*first.config.checkpoint_folder.glob(".uploading-*")] == []
+
+
+def test_a_second_trainer_is_refused_while_the_first_lives(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "BEAT_S", 0.02)
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    second = machine("second")
+    with pytest.raises(ServiceError, match=r"process \d+ on "):
+        second.claim()
+    assert not second.folder.exists()
+    assert second.claim(buffer="t1")  # the buffer, which both have, refuses the first from now on
+    first.uploads.close()
+    assert second.store.read_owner("t1").ended
+    assert machine("third").claim()
+
+
+def test_a_silent_trainer_is_followed_and_then_refused(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "BEAT_S", 1000.0)  # as one that is frozen
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    second = machine("second")
+    assert not second.claim(stopped=True)
+    assert second.start("t2") == 10
+    first.publish(20)  # it wakes up
+    wait_until(lambda: first.uploads._ended_by)
+    with pytest.raises(ServiceError, match="another trainer has taken over"):
+        first.uploads.poll()
+    assert second.stored() == [10]
+    assert machine("third").claim("t2")
+    # nor may it start again from what it made
+    with pytest.raises(ServiceError, match="went on elsewhere"):
+        machine("first").claim("t2")
+
+
+def test_of_two_trainers_that_start_at_once_one_is_refused(s3: S3Server, machine: Make) -> None:
+    first, second = machine("first"), machine("second")
+    assert first.claim()
+    assert second.claim()
+    first.resume("t1", 0)
+    with pytest.raises(ServiceError, match="another trainer"):
+        second.resume("t2", 0)
+
+
+def test_a_run_that_had_no_store_is_sent_with_its_chain(s3: S3Server, machine: Make, tmp_path: Path) -> None:
+    before = machine("first", f"file://{tmp_path}/none")
+    before.start("t1")
+    before.publish(10)
+    before.uploads.close()
+    first = machine("first")
+    assert first.start("t2") == 10
+    first.finish()
+    assert first.stored() == [10]
+    assert [start.timeline for start in first.store.starts()] == ["t1", "t2"]
+
+
+def test_what_a_rewind_left_is_not_continued_from(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    for version in (10, 20):
+        first.publish(version)
+        first.finish()
+    first.uploads.close()
+    first.checkpoints.path(20).rename(first.folder / "aside")
+    again = machine("first")
+    assert again.start("t2") == 10
+    assert again.stored() == [10]
+    again.uploads.close()
+    second = machine("second")
+    assert second.start("t3") == 10
+    second.publish(20, b"other")
+    second.finish()
+    assert second.stored() == [10, 20]
+
+
+@pytest.mark.parametrize("changed", [b"WEIGHTS of 10", b"weights"])
+def test_a_file_that_changed_here_is_not_published(s3: S3Server, machine: Make, changed: bytes) -> None:
+    first = machine("first")
+    first.start("t1")
+    s3.spoil = lambda method, name: 500 if method == "PUT" else None
+    first.publish(10)
+    (first.checkpoints.path(10) / "policy" / "weights").write_bytes(changed)
+    s3.spoil = lambda method, name: None
+    wait_until(lambda: any("changed" in line for line in list_problems(first.config.checkpoint_folder)))
+    assert first.stored() == []
+    assert s3.names("policy/weights") == []
+
+
+def test_a_run_is_fetched_for_looking_at_it(s3: S3Server, machine: Make, tmp_path: Path) -> None:
+    first = machine("first", checkpoint_dir=str(tmp_path / "first"))
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    first.publish(20)
+    first.finish()
+    store, folder = RunStore(f"{URL}/{RUN}"), tmp_path / "laptop" / RUN
+    with pytest.raises(ConfigError, match="10, 20"):
+        stored_run.fetch(store, 15, folder, print)
+    assert stored_run.fetch(store, 10, folder, print) == 10
+    assert (folder / "checkpoints" / "step_10" / "policy" / "weights").read_bytes() == first.weights(10)
+    assert "checkpoint_dir" not in (folder / SAVED).read_text()
+    with pytest.raises(ConfigError, match="exists"):
+        stored_run.fetch(store, 10, folder, print)
+
+
+def test_a_manifest_that_leads_out_of_the_folder_is_refused(s3: S3Server, machine: Make, tmp_path: Path) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    (name,) = s3.names("manifests")
+    data = s3.objects[name].data
+    for odd in ("run/../../../../../odd", f"{tmp_path}/odd"):
+        s3.objects[name].data = data.replace(b"run/metrics.jsonl", odd.encode())
+        with pytest.raises(ServiceError, match="leads out"):
+            stored_run.fetch(first.store, None, tmp_path / "a" / "b", print)
+        assert [*tmp_path.rglob("odd")] == []
+        assert [*(tmp_path / "a").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "word"),
+    [(403, ServiceError, "credentials"), (404, ServiceError, "bucket"), (503, Restartable, "503")],
+)
+def test_a_store_that_refuses_is_found_before_the_start(
+    s3: S3Server, machine: Make, status: int, kind: type[ServiceError], word: str
+) -> None:
+    s3.spoil = lambda method, name: status
+    with pytest.raises(ServiceError, match=word) as refused:
+        machine("first").claim()
+    assert refused.type is kind
+
+
+def test_a_store_without_conditional_puts_is_refused(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(S3Server, "makes_twice", True)
+    with pytest.raises(ServiceError, match="If-None-Match"):
+        machine("first").claim()
+    assert s3.names() == []
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    with pytest.raises(MissingPackage, match=r"headrace\[store\]"):
+        RunStore(f"{URL}/{RUN}")
