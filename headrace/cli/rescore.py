@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import secrets
@@ -34,6 +35,7 @@ from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group
 from headrace.replay import HeldGroup
 from headrace.v1 import reward_pb2, reward_pb2_grpc, trajectory_pb2
+from headrace.v1.environment_pb2 import DescribeResponse
 
 # States of groups that may have scores.
 _STATES = ("open", "scoring", "ready", "reserved", "trained", "evaluated")
@@ -146,8 +148,8 @@ async def _rescore(config: Config, name: str, environment: EnvConfig, of: str | 
             f"the buffer of {config.run_folder} holds no scored trajectory{which}; replay.retain_steps=N keeps those of the newest N "
             f"trained steps (it is {config.replay.retain_steps})"
         )
-    async with _hub(config, name, environment) as (stub, size):
-        return await _score(stub, name, environment, stored, size)
+    async with _hub(config, name, environment) as (stub, description):
+        return await _score(stub, name, environment, stored, description)
 
 
 async def _read_scored(config: Config) -> list[Scored]:
@@ -167,8 +169,8 @@ def _select_scored(held: HeldGroup) -> list[Scored]:
 
 
 @contextlib.asynccontextmanager
-async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterator[tuple[Any, int]]:
-    """Run a reward hub in this process with that environment alone. Yields its stub, and how many trajectories it can work on at a time."""
+async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterator[tuple[Any, DescribeResponse]]:
+    """Run a reward hub in this process with that environment alone. Yields its stub, and how the environment describes itself."""
     running = load_entry_point("headrace.tools", "hub", extra="reward")
     async with contextlib.AsyncExitStack() as stack:
         if environment.is_started:
@@ -189,25 +191,28 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
         token = None if credentials is None else credentials.make_token_source("scorer")
         channel = rpc.channel(with_port(LOOPBACK, hub.port), config.reward.max_message_bytes, token=token)
         stub = reward_pb2_grpc.RewardServiceStub(await stack.enter_async_context(channel))
-        yield stub, await _capacity(stub, name)
+        yield stub, await _describe(stub, name)
 
 
-async def _capacity(stub: Any, name: str) -> int:
-    """Return the capacity of the environment. Raises `ServiceError` if it can't score."""
+async def _describe(stub: Any, name: str) -> DescribeResponse:
+    """Return the description of the environment. Raises `ServiceError` if it can't score."""
     until = time.monotonic() + _START_S
     while True:
         listed = await stub.ListEnvironments(reward_pb2.ListEnvironmentsRequest(), timeout=_MARGIN_S)
         (status,) = (each for each in listed.environments if each.name == name)
         if status.ready:
-            return int(status.description.capacity)
+            description: DescribeResponse = status.description
+            return description
         if time.monotonic() > until:
             raise ServiceError(status.message)
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _score(stub: Any, name: str, environment: EnvConfig, stored: Sequence[Scored], size: int) -> list[Rescored]:
-    """Return the scores in the order of `stored`, requested `size` at a time. Raises `ServiceError` if the environment starts none of them
-    within its timeout."""
+async def _score(
+    stub: Any, name: str, environment: EnvConfig, stored: Sequence[Scored], description: DescribeResponse
+) -> list[Rescored]:
+    """Return the scores in the order of `stored`, requested as many at a time as the environment works on. Raises `ServiceError` if it
+    starts none of them within its timeout."""
 
     async def send(samples: Sequence[Sample], within_s: float) -> Sequence[trajectory_pb2.Result]:
         request = reward_pb2.ScoreRequest(trajectories=map(sample_to_wire, samples))
@@ -216,14 +221,18 @@ async def _score(stub: Any, name: str, environment: EnvConfig, stored: Sequence[
 
     # its own keys: an environment may remember its answers to the run
     scope = f"rescore-{secrets.token_hex(8)}"
+    completions = collections.defaultdict[str, dict[int, str]](dict)
+    if description.whole_groups:
+        for group, trajectory, _ in stored:
+            completions[group.id][trajectory.index] = trajectory.text
     samples = [
-        dataclasses.replace(scoring_sample(group, trajectory, scope), environment=name)
+        dataclasses.replace(scoring_sample(group, trajectory, scope, completions[group.id]), environment=name)
         for group, trajectory, _ in stored
     ]
     scores: dict[int, Score] = {}
     left = list(range(len(stored)))
     while left:
-        part = left[:size]
+        part = left[: description.capacity]
         answered = await ask(send, [samples[place] for place in part], environment.timeout_s + _MARGIN_S)
         begun = {place: score for place, score in zip(part, answered, strict=True) if score.status != "NOT_STARTED"}
         if not begun:

@@ -44,7 +44,7 @@ class Sample:
 
     `conversation` has all messages up to the last answer. For an episode these are the messages on the path to its last call, including
     tool calls and their results; for a single completion, `messages` and the completion. `artifacts` is what the program of an episode
-    left, otherwise {}.
+    left, otherwise {}. `group_completions` are those of the whole group by their index, where the environment asks for `whole_groups`.
     """
 
     completion: str
@@ -59,6 +59,7 @@ class Sample:
     idempotency_key: str = ""
     conversation: tuple[Message, ...] = ()
     artifacts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    group_completions: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.conversation:
@@ -89,6 +90,7 @@ class Environment:
     max_batch_size: int = 64  # samples in one call of `score_batch`
     episodes: int = 256  # calls of `episode` at a time; by default a runner opens 128
     deterministic: bool = False  # equal samples get equal rewards, whatever is scored before or beside them
+    whole_groups: bool = False  # a sample comes once its group is complete, with `group_completions`
     reward_min: float | None = None  # a lower reward becomes FAILED. None: no bound
     reward_max: float | None = None
 

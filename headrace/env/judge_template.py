@@ -19,12 +19,13 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.base.errors import ConfigError
+from headrace.config.environments import LLMJudgeConfig
 
-# What a template knows. `mark` belongs to the module: it is how `_delimit` finds the request's.
+# What a template knows besides `completion`, or `completions` where they are compared. `mark` belongs to the module: it is how `_delimit`
+# finds the request's.
 VARIABLES = (
     "question",
     "messages",
-    "completion",
     "reference",
     "columns",
     "rubric",
@@ -125,11 +126,12 @@ class _AnyRow(dict[str, Any]):
         return _AnyColumn(name=name)
 
 
-def check_template(
-    key: str, source: str, rubric: str | None, scale: Sequence[float], shown: str = "completion"
-) -> None:
-    """Compile and render a template in a process with limits. `shown` is what it must show. Raises `ConfigError`."""
-    told = json.dumps({"source": source, "rubric": rubric, "scale": list(scale), "shown": shown})
+def check_template(name: str, env: LLMJudgeConfig) -> None:
+    """Compile and render the template of `env.<name>`, if it has one, in a process with limits. Raises `ConfigError`."""
+    if env.template is None:
+        return
+    shown = "completion" if env.compare is None else "completions"
+    told = json.dumps({"source": env.template, "rubric": env.rubric, "scale": list(env.scale), "shown": shown})
     try:
         checked = subprocess.run(
             [sys.executable, "-P", "-m", "headrace.env.judge_template"],
@@ -147,12 +149,12 @@ def check_template(
     except subprocess.TimeoutExpired:
         problem = f"it does not end within {_CHECK_S} s"
     if problem:
-        raise ConfigError(f"{key}: {problem}; correct the template")
+        raise ConfigError(f"env.{name}.template: {problem}; correct the template")
 
 
 def find_problem(source: str, rubric: str | None, scale: Sequence[float], shown: str) -> str:
     """Return what is wrong with a template, "" for nothing."""
-    known = (*(name for name in VARIABLES if name != "completion"), shown)
+    known = (shown, *VARIABLES)
     try:
         template = JudgeTemplate(source)
         if unknown := sorted(template.names - {*known, *template._environment.globals}):

@@ -172,6 +172,7 @@ class BatchScorer:
             episodes=self.environment.episodes if self.environment.runs_episodes else 0,
             calls=self._concurrency if self.environment.scores_batches else 0,
             deterministic=self.environment.deterministic,
+            whole_groups=self.environment.whole_groups,
             reward_min=self.environment.reward_min,
             reward_max=self.environment.reward_max,
         )

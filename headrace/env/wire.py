@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 from headrace.base import strict_json
@@ -21,6 +22,7 @@ from headrace.v1 import episode_pb2
 from headrace.v1 import trajectory_pb2 as pb
 from headrace.v1.environment_pb2 import DescribeResponse
 
+NO_COMPLETIONS: Mapping[int, str] = MappingProxyType({})
 _LONGEST_MS = 2**32 - 1
 # The share of a message that answers may take. The rest is for what is around them.
 _SHARE_OF_MESSAGE = 0.9
@@ -31,7 +33,9 @@ _FINISH_NAMES = {value: name for name, value in _FINISH.items()}
 _STATUS_NAMES = {value: name for name, value in STATUSES.items()}
 
 
-def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sample:
+def scoring_sample(
+    group: Group, trajectory: AnyTrajectory, scope: str, group_completions: Mapping[int, str] = NO_COMPLETIONS
+) -> Sample:
     """Return a trajectory as its environment receives it. Its idempotency key is the same each time that the sample is made in `scope`: a
     run, or a smaller scope.
 
@@ -47,6 +51,7 @@ def scoring_sample(group: Group, trajectory: AnyTrajectory, scope: str) -> Sampl
             "completion": trajectory.text,
             "completion_token_ids": tuple(flat.completion_token_ids.tolist()),
             "environment": group.env_name,
+            "group_completions": dict(group_completions),
         }
     )
     # All that a grader sees is part of the key: after a rewind another attempt may have the same number.
@@ -305,6 +310,8 @@ def _form(name: str, kind: Any) -> _Form:
             lambda messages, _: list(map(_message_to_wire, messages)),
             lambda messages, where: tuple(_message_from_wire(message, where) for message in messages),
         )
+    if kind == dict[int, str]:
+        return _Form(name, _keep, lambda value, _: dict(value))
     if kind == FinishReason:
         return _Form(name, lambda value, _: _FINISH[value], _finish_reason)
     return _Form(name, _keep, _keep)

@@ -126,12 +126,11 @@ def _check_templates(loaded: Loaded) -> list[str]:
 
     problems = []
     for name, env in loaded.config.env.items():
-        if isinstance(env, LLMJudgeConfig) and env.template is not None:
-            key = "env", name, "template"
+        if isinstance(env, LLMJudgeConfig):
             try:
-                judge_template.check_template(".".join(key), env.template, env.rubric, env.scale)
+                judge_template.check_template(name, env)
             except ConfigError as error:
-                problems.append(f"{error}{loaded.origin(key)}")
+                problems.append(f"{error}{loaded.origin(('env', name, 'template'))}")
     return problems
 
 

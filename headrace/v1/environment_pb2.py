@@ -26,7 +26,7 @@ from headrace.v1 import episode_pb2 as headrace_dot_v1_dot_episode__pb2
 from headrace.v1 import trajectory_pb2 as headrace_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dheadrace/v1/environment.proto\x12\x0bheadrace.v1\x1a\x19headrace/v1/episode.proto\x1a\x1cheadrace/v1/trajectory.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xfc\x01\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x05 \x01(\r\x12\r\n\x05\x63\x61lls\x18\x06 \x01(\r\x12\x15\n\rdeterministic\x18\x07 \x01(\x08\x12\x17\n\nreward_min\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nreward_max\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x65pisodes\x18\n \x01(\r\x12\x0f\n\x07sandbox\x18\x14 \x01(\tB\r\n\x0b_reward_minB\r\n\x0b_reward_maxJ\x04\x08\x04\x10\x05R\x05steps\"O\n\x1e\x45nvironmentServiceScoreRequest\x12-\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x17.headrace.v1.Trajectory\"G\n\x1f\x45nvironmentServiceScoreResponse\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.headrace.v1.Result\"L\n#EnvironmentServiceRunEpisodeRequest\x12%\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Episode\"T\n$EnvironmentServiceRunEpisodeResponse\x12,\n\x07outcome\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.EpisodeOutcome2\xb4\x02\n\x12\x45nvironmentService\x12G\n\x08\x44\x65scribe\x12\x1c.headrace.v1.DescribeRequest\x1a\x1d.headrace.v1.DescribeResponse\x12\x62\n\x05Score\x12+.headrace.v1.EnvironmentServiceScoreRequest\x1a,.headrace.v1.EnvironmentServiceScoreResponse\x12q\n\nRunEpisode\x12\x30.headrace.v1.EnvironmentServiceRunEpisodeRequest\x1a\x31.headrace.v1.EnvironmentServiceRunEpisodeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dheadrace/v1/environment.proto\x12\x0bheadrace.v1\x1a\x19headrace/v1/episode.proto\x1a\x1cheadrace/v1/trajectory.proto\"\x11\n\x0f\x44\x65scribeRequest\"\x92\x02\n\x10\x44\x65scribeResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x05 \x01(\r\x12\r\n\x05\x63\x61lls\x18\x06 \x01(\r\x12\x15\n\rdeterministic\x18\x07 \x01(\x08\x12\x17\n\nreward_min\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nreward_max\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08\x65pisodes\x18\n \x01(\r\x12\x14\n\x0cwhole_groups\x18\x0b \x01(\x08\x12\x0f\n\x07sandbox\x18\x14 \x01(\tB\r\n\x0b_reward_minB\r\n\x0b_reward_maxJ\x04\x08\x04\x10\x05R\x05steps\"O\n\x1e\x45nvironmentServiceScoreRequest\x12-\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x17.headrace.v1.Trajectory\"G\n\x1f\x45nvironmentServiceScoreResponse\x12$\n\x07results\x18\x01 \x03(\x0b\x32\x13.headrace.v1.Result\"L\n#EnvironmentServiceRunEpisodeRequest\x12%\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x14.headrace.v1.Episode\"T\n$EnvironmentServiceRunEpisodeResponse\x12,\n\x07outcome\x18\x01 \x01(\x0b\x32\x1b.headrace.v1.EpisodeOutcome2\xb4\x02\n\x12\x45nvironmentService\x12G\n\x08\x44\x65scribe\x12\x1c.headrace.v1.DescribeRequest\x1a\x1d.headrace.v1.DescribeResponse\x12\x62\n\x05Score\x12+.headrace.v1.EnvironmentServiceScoreRequest\x1a,.headrace.v1.EnvironmentServiceScoreResponse\x12q\n\nRunEpisode\x12\x30.headrace.v1.EnvironmentServiceRunEpisodeRequest\x1a\x31.headrace.v1.EnvironmentServiceRunEpisodeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,15 +36,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=103
   _globals['_DESCRIBEREQUEST']._serialized_end=120
   _globals['_DESCRIBERESPONSE']._serialized_start=123
-  _globals['_DESCRIBERESPONSE']._serialized_end=375
-  _globals['_ENVIRONMENTSERVICESCOREREQUEST']._serialized_start=377
-  _globals['_ENVIRONMENTSERVICESCOREREQUEST']._serialized_end=456
-  _globals['_ENVIRONMENTSERVICESCORERESPONSE']._serialized_start=458
-  _globals['_ENVIRONMENTSERVICESCORERESPONSE']._serialized_end=529
-  _globals['_ENVIRONMENTSERVICERUNEPISODEREQUEST']._serialized_start=531
-  _globals['_ENVIRONMENTSERVICERUNEPISODEREQUEST']._serialized_end=607
-  _globals['_ENVIRONMENTSERVICERUNEPISODERESPONSE']._serialized_start=609
-  _globals['_ENVIRONMENTSERVICERUNEPISODERESPONSE']._serialized_end=693
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=696
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1004
+  _globals['_DESCRIBERESPONSE']._serialized_end=397
+  _globals['_ENVIRONMENTSERVICESCOREREQUEST']._serialized_start=399
+  _globals['_ENVIRONMENTSERVICESCOREREQUEST']._serialized_end=478
+  _globals['_ENVIRONMENTSERVICESCORERESPONSE']._serialized_start=480
+  _globals['_ENVIRONMENTSERVICESCORERESPONSE']._serialized_end=551
+  _globals['_ENVIRONMENTSERVICERUNEPISODEREQUEST']._serialized_start=553
+  _globals['_ENVIRONMENTSERVICERUNEPISODEREQUEST']._serialized_end=629
+  _globals['_ENVIRONMENTSERVICERUNEPISODERESPONSE']._serialized_start=631
+  _globals['_ENVIRONMENTSERVICERUNEPISODERESPONSE']._serialized_end=715
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=718
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1026
 # @@protoc_insertion_point(module_scope)

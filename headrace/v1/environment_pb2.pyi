@@ -48,6 +48,7 @@ class DescribeResponse(_message.Message):
     REWARD_MIN_FIELD_NUMBER: _builtins.int
     REWARD_MAX_FIELD_NUMBER: _builtins.int
     EPISODES_FIELD_NUMBER: _builtins.int
+    WHOLE_GROUPS_FIELD_NUMBER: _builtins.int
     SANDBOX_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The environment's own name."""
@@ -72,6 +73,10 @@ class DescribeResponse(_message.Message):
     reward_max: _builtins.float
     episodes: _builtins.int
     """Episodes that it runs at a time (RunEpisode). 0: it runs none."""
+    whole_groups: _builtins.bool
+    """It compares the completions of a group: each trajectory is sent once all of its group have been generated, with their
+    completions (`Trajectory.group_completions`).
+    """
     sandbox: _builtins.str
     """The sandbox that it scores in: "A" (namespaces, Landlock, a filter of system calls), "B" (without namespaces), "none", or
     empty if it doesn't say.
@@ -88,11 +93,12 @@ class DescribeResponse(_message.Message):
         reward_min: _builtins.float | None = ...,
         reward_max: _builtins.float | None = ...,
         episodes: _builtins.int = ...,
+        whole_groups: _builtins.bool = ...,
         sandbox: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "reward_max", b"reward_max", "reward_min", b"reward_min"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "deterministic", b"deterministic", "episodes", b"episodes", "name", b"name", "reward_max", b"reward_max", "reward_min", b"reward_min", "sandbox", b"sandbox"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max", "_reward_min", b"_reward_min", "build", b"build", "calls", b"calls", "capacity", b"capacity", "description", b"description", "deterministic", b"deterministic", "episodes", b"episodes", "name", b"name", "reward_max", b"reward_max", "reward_min", b"reward_min", "sandbox", b"sandbox", "whole_groups", b"whole_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward_max: _TypeAlias = _typing.Literal["reward_max"]  # noqa: Y015
     _WhichOneofArgType__reward_max: _TypeAlias = _typing.Literal["_reward_max", b"_reward_max"]  # noqa: Y015

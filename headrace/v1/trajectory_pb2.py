@@ -24,25 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/v1/trajectory.proto\x12\x0bheadrace.v1\"Q\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nextra_json\x18\x03 \x01(\tB\n\n\x08_content\"\xf8\x02\n\nTrajectory\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\x12\x11\n\ttask_name\x18\x04 \x01(\t\x12*\n\x08messages\x18\x05 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x12\n\ncompletion\x18\x06 \x01(\t\x12\x1c\n\x14\x63ompletion_token_ids\x18\x07 \x03(\x05\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x1b\n\x13\x65xtra_env_info_json\x18\t \x01(\t\x12\x17\n\x0fidempotency_key\x18\n \x01(\t\x12.\n\x0c\x63onversation\x18\x0b \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x16\n\x0e\x61rtifacts_json\x18\x0c \x01(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\"\xba\x02\n\x06Result\x12#\n\x06status\x18\x01 \x01(\x0e\x32\x13.headrace.v1.Status\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x37\n\ncomponents\x18\x03 \x03(\x0b\x32#.headrace.v1.Result.ComponentsEntry\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x06 \x01(\t\x12\r\n\x05\x62uild\x18\x07 \x01(\t\x12\x14\n\x07took_ms\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\ttraceback\x18\t \x01(\t\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_rewardB\n\n\x08_took_ms*\xa0\x01\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rSTATUS_SCORED\x10\x01\x12\x11\n\rSTATUS_FAILED\x10\x02\x12\x14\n\x10STATUS_TIMED_OUT\x10\x03\x12\x12\n\x0eSTATUS_INVALID\x10\x04\x12\x16\n\x12STATUS_NOT_STARTED\x10\x05\x12\x16\n\x12STATUS_INTERRUPTED\x10\x06*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cheadrace/v1/trajectory.proto\x12\x0bheadrace.v1\"Q\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nextra_json\x18\x03 \x01(\tB\n\n\x08_content\"\xfb\x03\n\nTrajectory\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x13\n\x0b\x65nvironment\x18\x03 \x01(\t\x12\x11\n\ttask_name\x18\x04 \x01(\t\x12*\n\x08messages\x18\x05 \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x12\n\ncompletion\x18\x06 \x01(\t\x12\x1c\n\x14\x63ompletion_token_ids\x18\x07 \x03(\x05\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.headrace.v1.FinishReason\x12\x1b\n\x13\x65xtra_env_info_json\x18\t \x01(\t\x12\x17\n\x0fidempotency_key\x18\n \x01(\t\x12.\n\x0c\x63onversation\x18\x0b \x03(\x0b\x32\x18.headrace.v1.ChatMessage\x12\x16\n\x0e\x61rtifacts_json\x18\x0c \x01(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12H\n\x11group_completions\x18\x0e \x03(\x0b\x32-.headrace.v1.Trajectory.GroupCompletionsEntry\x1a\x37\n\x15GroupCompletionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xba\x02\n\x06Result\x12#\n\x06status\x18\x01 \x01(\x0e\x32\x13.headrace.v1.Status\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x37\n\ncomponents\x18\x03 \x03(\x0b\x32#.headrace.v1.Result.ComponentsEntry\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x06 \x01(\t\x12\r\n\x05\x62uild\x18\x07 \x01(\t\x12\x14\n\x07took_ms\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\ttraceback\x18\t \x01(\t\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_rewardB\n\n\x08_took_ms*\xa0\x01\n\x06Status\x12\x16\n\x12STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rSTATUS_SCORED\x10\x01\x12\x11\n\rSTATUS_FAILED\x10\x02\x12\x14\n\x10STATUS_TIMED_OUT\x10\x03\x12\x12\n\x0eSTATUS_INVALID\x10\x04\x12\x16\n\x12STATUS_NOT_STARTED\x10\x05\x12\x16\n\x12STATUS_INTERRUPTED\x10\x06*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.v1.trajectory_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TRAJECTORY_GROUPCOMPLETIONSENTRY']._loaded_options = None
+  _globals['_TRAJECTORY_GROUPCOMPLETIONSENTRY']._serialized_options = b'8\001'
   _globals['_RESULT_COMPONENTSENTRY']._loaded_options = None
   _globals['_RESULT_COMPONENTSENTRY']._serialized_options = b'8\001'
-  _globals['_STATUS']._serialized_start=825
-  _globals['_STATUS']._serialized_end=985
-  _globals['_FINISHREASON']._serialized_start=987
-  _globals['_FINISHREASON']._serialized_end=1082
+  _globals['_STATUS']._serialized_start=956
+  _globals['_STATUS']._serialized_end=1116
+  _globals['_FINISHREASON']._serialized_start=1118
+  _globals['_FINISHREASON']._serialized_end=1213
   _globals['_CHATMESSAGE']._serialized_start=45
   _globals['_CHATMESSAGE']._serialized_end=126
   _globals['_TRAJECTORY']._serialized_start=129
-  _globals['_TRAJECTORY']._serialized_end=505
-  _globals['_RESULT']._serialized_start=508
-  _globals['_RESULT']._serialized_end=822
-  _globals['_RESULT_COMPONENTSENTRY']._serialized_start=750
-  _globals['_RESULT_COMPONENTSENTRY']._serialized_end=799
+  _globals['_TRAJECTORY']._serialized_end=636
+  _globals['_TRAJECTORY_GROUPCOMPLETIONSENTRY']._serialized_start=581
+  _globals['_TRAJECTORY_GROUPCOMPLETIONSENTRY']._serialized_end=636
+  _globals['_RESULT']._serialized_start=639
+  _globals['_RESULT']._serialized_end=953
+  _globals['_RESULT_COMPONENTSENTRY']._serialized_start=881
+  _globals['_RESULT_COMPONENTSENTRY']._serialized_end=930
 # @@protoc_insertion_point(module_scope)

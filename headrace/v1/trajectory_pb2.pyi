@@ -137,6 +137,26 @@ class Trajectory(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class GroupCompletionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GROUP_ID_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
@@ -150,6 +170,7 @@ class Trajectory(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     ARTIFACTS_JSON_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GROUP_COMPLETIONS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group: all completions of one prompt share it."""
     index: _builtins.int
@@ -189,6 +210,12 @@ class Trajectory(_message.Message):
         policy called and what they returned. Empty for a single completion, whose conversation is `messages` and the completion.
         """
 
+    @_builtins.property
+    def group_completions(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """The completions of the whole group by their index, this one among them, for an environment that asks for them
+        (`DescribeResponse.whole_groups`); empty for any other. Of an episode it is the last answer.
+        """
+
     def __init__(
         self,
         *,
@@ -205,10 +232,11 @@ class Trajectory(_message.Message):
         conversation: _abc.Iterable[Global___ChatMessage] | None = ...,
         artifacts_json: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        group_completions: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifacts_json", b"artifacts_json", "completion", b"completion", "completion_token_ids", b"completion_token_ids", "conversation", b"conversation", "environment", b"environment", "extra_env_info_json", b"extra_env_info_json", "finish_reason", b"finish_reason", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "messages", b"messages", "task_name", b"task_name", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifacts_json", b"artifacts_json", "completion", b"completion", "completion_token_ids", b"completion_token_ids", "conversation", b"conversation", "environment", b"environment", "extra_env_info_json", b"extra_env_info_json", "finish_reason", b"finish_reason", "group_completions", b"group_completions", "group_id", b"group_id", "idempotency_key", b"idempotency_key", "index", b"index", "messages", b"messages", "task_name", b"task_name", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
 import msgspec
@@ -28,6 +28,7 @@ from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace.net import rpc, tracing
 from headrace.net.credentials import load_credentials
 from headrace.records.score import Score
+from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
 from headrace.run.sample_files import SampleFiles
 from headrace.run.samples import failed_record
@@ -127,6 +128,7 @@ class _Scorer:
         self._enqueued: list[str] = []  # the environments that the buffer knows
         # by token, group and index: a trajectory that the buffer took back may be held again under another token
         self._held: dict[tuple[str, str, int], ScoringJob] = {}
+        self._gathered: list[ScoringJob] = []  # held until their group is complete
         self._awake = asyncio.Event()  # there may be something to take
         self._progress = False  # this round has scored something
         self._failures = Repeats()
@@ -161,7 +163,7 @@ class _Scorer:
 
     async def _round(self) -> None:
         """Score until a hub or the buffer is lost. Return if this round has scored something before that, else raise."""
-        self._held, self._progress = {}, False
+        self._held, self._gathered, self._progress = {}, [], False
         for hub in self._hubs:
             hub.reset()
         await self._reach()
@@ -173,12 +175,13 @@ class _Scorer:
                     tasks.create_task(helper)
                 while True:
                     self._awake.clear()
-                    jobs = await self._take()
+                    jobs = [*self._gathered, *await self._take()]
+                    self._gathered = []
                     for hub, items in self._share_out(await self._prepare(jobs)):
                         for batch in in_batches(items, lambda name, hub=hub: hub.limits[name].batch):  # type: ignore[misc]
                             self._begin(hub, batch)
                             tasks.create_task(self._batch(hub, batch))
-                    if not jobs:
+                    if len(jobs) == len(self._gathered):
                         await self._awake.wait()
         except ExceptionGroup as group:  # the first loss cancelled the others
             loss = group.exceptions[0]
@@ -250,15 +253,40 @@ class _Scorer:
             await self._client.renew_scoring(list(self._held.values()))
 
     async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
-        """Return the jobs with their messages. A job that can't be sent at all is scored UNSENDABLE at once."""
+        """Return the jobs with their messages. A job that can't be sent at all is scored UNSENDABLE at once, and one whose environment
+        compares whole groups stays here until its group is complete."""
         items: list[Item] = []
+        completions: dict[str, Mapping[int, str] | None] = {}  # by group
         for job in jobs:
+            group = job.group
+            if group.id not in completions:
+                completions[group.id] = await self._completions(group) if self._compares(group.env_name) else {}
+            shown = completions[group.id]
+            if shown is None:
+                self._gathered.append(job)
+                self._held[_place(job)] = job  # renewed meanwhile
+                continue
             try:
-                sample = scoring_sample(job.group, job.trajectory, self._client.run_id)
+                sample = scoring_sample(group, job.trajectory, self._client.run_id, shown)
                 items.append((job, sample_to_wire(sample)))
             except (CodecError, ValueError) as error:
+                self._held.pop(_place(job), None)
                 await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
         return items
+
+    def _compares(self, name: str) -> bool:
+        """Whether the environment compares the completions of whole groups."""
+        statuses = [hub.statuses.get(name) for hub in self._routes(name)]
+        return any(status.description.whole_groups for status in statuses if status is not None)
+
+    async def _completions(self, group: Group) -> Mapping[int, str] | None:
+        """Return the completions of a group by their index, or None while some of them are still being generated. Of a group that has left
+        the buffer there are none: nobody waits for the score that its trajectories then get."""
+        state = await self._client.group(group.id)
+        if state is not None and state["state"] == "open":
+            return None
+        held = None if state is None else await self._client.read_held(group.id)
+        return {} if held is None else {each.index: each.text for each, _ in held.trajectories}
 
     def _begin(self, hub: _HubConnection, batch: Sequence[Item]) -> None:
         hub.limits[batch[0][1].environment].send(len(batch))

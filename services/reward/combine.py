@@ -71,6 +71,7 @@ class CombineBackend:
             build=self._build({}),
             description=f"{self._env.combine} of {parts}",
             capacity=min(capacities),
+            whole_groups=any(description.whole_groups for description, _ in answers if description is not None),
         ), None
 
     async def _ask(

@@ -74,4 +74,5 @@ class EpisodeBackend:
             problem = problem or unable
             if graders is not None:
                 description.capacity, description.calls = graders.capacity, graders.calls
+                description.whole_groups = graders.whole_groups
         return description, problem

@@ -61,6 +61,17 @@ class LLMJudgeConfig(ScoringConfig):
         (1, 10),
         description="the worst and the best score of a judge, which become 0 and 1. Between two whole numbers, scores are whole numbers",
     )
+    compare: Fixed[Literal["group", "pairs", "reference"] | None] = Field(
+        None,
+        description="group: a judge sees all completions of a group at once, and scores each. pairs: it says which of two completions of a "
+        "group is better; the reward is the share of wins. reference: likewise, of the completion and the row's reference answer. null: it "
+        "scores each completion alone",
+    )
+    opponents: Fixed[int] = Field(
+        4,
+        ge=1,
+        description="with compare pairs: with how many others of its group a completion is compared, rounded up to an even number",
+    )
     samples: Fixed[int] = Field(1, ge=1, le=64, description="verdicts of each judge on each completion")
     threshold: Fixed[float | None] = Field(
         None,

@@ -133,7 +133,7 @@ class Judges:
             return known
         if key not in self._asking:
             request = make_request(self._env.judges[place], self._env, self._template, question, number)
-            self._asking[key] = asyncio.create_task(self._ask(place, key, json.dumps(request).encode()))
+            self._asking[key] = asyncio.create_task(self._ask(place, key, question, json.dumps(request).encode()))
             self._asking[key].add_done_callback(lambda task: self._done(key, task))
         return await asyncio.shield(self._asking[key])
 
@@ -162,28 +162,29 @@ class Judges:
             env.rubric,
             env.template,
             env.scale,
+            question.kind,
             question.text,
         ]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
-    async def _ask(self, place: int, key: str, request: bytes) -> Verdict:
+    async def _ask(self, place: int, key: str, question: Question, request: bytes) -> Verdict:
         late = Late(f"gave no complete answer within {self._env.timeout_s:g} s (env.{self._name}.timeout_s)")
         try:
             async with asyncio.timeout(self._env.timeout_s):
-                verdict = await self._verdict(place, request)
+                verdict = await self._verdict(place, question, request)
         except TimeoutError as error:
             raise late from error
         self._store.keep(key, verdict)
         return verdict
 
-    async def _verdict(self, place: int, request: bytes) -> Verdict:
+    async def _verdict(self, place: int, question: Question, request: bytes) -> Verdict:
         """Ask until there is a verdict, at most `retries` times more."""
         for tries in range(self._env.retries + 1):
             answer = await self._answer(place, request)
             try:
                 completion = read_completion(answer.body)
                 self._count_tokens(place, completion.usage)
-                verdict = verdict_in(completion, self._scale)
+                verdict = verdict_in(completion, self._scale, question.kind, question.count)
             except NoVerdict as error:
                 self._count(place, "no_verdict")
                 if tries == self._env.retries:

@@ -6,13 +6,17 @@ import collections
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.config.environments import LLMJudgeConfig
 
 SAID = 300  # characters of a judge's answer that a message shows
+
+
+# What a judge is asked: to score one completion, to score all of a group, or which of two is better.
+Kind = Literal["one", "group", "pair"]
 
 
 class NoVerdict(Exception):
@@ -29,6 +33,25 @@ class Verdict(msgspec.Struct, frozen=True):
 class _Answer(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
     score: int | float
+
+
+class _GroupAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    reason: str
+    scores: dict[str, int | float]
+
+
+class _PairAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    reason: str
+    better: Literal["1", "2", "tie"]
+
+
+_ANSWERS: dict[Kind, type[_Answer | _GroupAnswer | _PairAnswer]] = {
+    "one": _Answer,
+    "group": _GroupAnswer,
+    "pair": _PairAnswer,
+}
+# What a pair's first completion gets.
+_WINS = {"1": 1.0, "tie": 0.5, "2": 0.0}
 
 
 class _Message(msgspec.Struct):
@@ -91,16 +114,23 @@ def read_completion(body: bytes) -> ChatCompletion:
         raise NoVerdict(f"gave an invalid verdict ({error}): {excerpt(body)}") from error
 
 
-def verdict_in(completion: ChatCompletion, scale: Scale) -> Verdict:
-    """Return the verdict in a judge's answer. Raises `NoVerdict`."""
+def verdict_in(completion: ChatCompletion, scale: Scale, kind: Kind = "one", count: int = 1) -> Verdict:
+    """Return the verdict in a judge's answer about `count` completions. Raises `NoVerdict`."""
     content = completion.choices[0].message.content if completion.choices else None
     if content is None:
         raise NoVerdict("answered without text; it may have refused")
     try:
-        answer = msgspec.json.decode(content, type=_Answer)
+        answer = msgspec.json.decode(content, type=_ANSWERS[kind])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise NoVerdict(f"gave an invalid verdict ({error}): {excerpt(content.encode(errors='replace'))}") from error
-    return Verdict(answer.reason, (scale.check(answer.score),))
+    if isinstance(answer, _PairAnswer):
+        return Verdict(answer.reason, (_WINS[answer.better],))
+    if isinstance(answer, _Answer):
+        return Verdict(answer.reason, (scale.check(answer.score),))
+    numbers = [str(number) for number in range(1, count + 1)]
+    if sorted(answer.scores) != sorted(numbers):
+        raise NoVerdict(f"scored {', '.join(answer.scores) or 'nothing'} of the completions 1 to {count}")
+    return Verdict(answer.reason, tuple(scale.check(answer.scores[number]) for number in numbers))
 
 
 def excerpt(body: bytes) -> str:

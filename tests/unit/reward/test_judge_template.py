@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.config.environments import LLMJudgeConfig
 from headrace.env import judge_template
 from headrace.env.judge_template import JudgeTemplate, Own, TemplateFails, check_template, find_problem
 
 MARK = "f00d"
+
+
+def judge(template: str, **options: Any) -> LLMJudgeConfig:
+    judges = [{"base_url": "http://127.0.0.1:1/v1", "model": "small"}]
+    return LLMJudgeConfig.model_validate({"judges": judges, "template": template} | options)
 
 
 def rendered(source: str, **values: Any) -> str:
@@ -103,8 +109,8 @@ def test_a_rubric_beside_a_template_must_be_shown() -> None:
 )
 def test_an_endless_template_is_an_error_with_its_key(source: str) -> None:
     with pytest.raises(ConfigError, match=r"env\.polite\.template"):
-        check_template("env.polite.template", source, None, (1, 5))
+        check_template("polite", judge(source))
 
 
 def test_a_template_that_works_is_fine() -> None:
-    check_template("env.polite.template", "{{ completion }} {{ rubric }}", "Is it polite?", (1, 5))
+    check_template("polite", judge("{{ completion }} {{ rubric }}", rubric="Is it polite?"))
