@@ -1,6 +1,7 @@
 """A fleet of a thousand replicas on one real buffer, under each age policy.
 
     python -m benchmarks.fleet [--replicas 1000] [--slots 10] [--steps 8] [--policy ordered|drop|mask] [--out FOLDER]
+    python -m benchmarks.fleet --balance
 
 Time is simulated, calls are real. Generating a group takes log-normal time (mean 3 trainer steps, sigma 0.6 of the logarithm), a step
 takes 1, a refit nothing; replicas x slots groups are in flight at most, and `P` is such that this is 1.15 times what the trainer can use.
@@ -10,6 +11,9 @@ process can, 32 calls at a time: a call's time includes its wait for the other 3
 
 Length is proportional to time, refits reach groups in flight: a token is of the version that was newest when it was sampled. Figures
 leave out the first steps, while the fleet fills up. `bias` is how much shorter (-) what was trained is than what was generated.
+
+With `--balance`, small fleets of several kinds run, and how busy their trainer is stands beside what `headrace plan balance` computes for
+them (`headrace/run/balance.py`), from the same lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ import gc
 import heapq
 import itertools
 import json
-import math
 import random
 import secrets
 import time
@@ -41,12 +44,15 @@ from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
 from headrace.replay.connection import open_redis
+from headrace.run import balance
 from headrace_services.refit.probe import PROBE_TOKENS
 
 # log-probabilities of a probe
 PROBE = [-1.0] * (PROBE_TOKENS - 1)
 POLICIES = ("ordered", "drop", "mask")
 MEAN_STEPS, SIGMA, LOAD = 3.0, 0.6, 1.15
+# Lengths that are drawn in turn, so that a fleet of any size has its share of long ones.
+LENGTHS = 4096
 GENERATIONS = 2
 TOKENS_A_STEP = 64
 WINDOW = 1 / 20
@@ -83,22 +89,69 @@ class SimulatedReplica:
         self.tokens: set[str] = set()
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A fleet and its load. `mean` and `sigma` are of how long a group takes, in steps and of its logarithm."""
+
+    replicas: int
+    slots: int
+    prompts: int
+    age: int
+    ahead: int | None = None
+    mean: float = MEAN_STEPS
+    sigma: float = SIGMA
+    policy: str = "ordered"
+    steps: int = 8
+    warm_up: int = 8
+    seed: int = 0
+
+    @property
+    def workload(self) -> balance.Workload:
+        """The same for the model. Its trajectories are those of a group, which all take the same time here."""
+        return balance.Workload(
+            prompts=self.prompts,
+            lengths=balance.spread(self.mean, self.sigma, count=LENGTHS),
+            token_s=1.0,
+            training_s=1.0,
+            replicas=self.replicas,
+            places=self.slots,
+            age=self.age,
+            policy=self.policy,
+            ahead=self.ahead,
+        )
+
+
+# Each side is the bottleneck of some: training, generation, the age bound (and alternating with A = 0), places that stragglers leave free.
+BALANCED = {
+    "training": Plan(8, 8, 16, 3, mean=1.5, sigma=0.3),
+    "generation": Plan(3, 4, 16, 4, sigma=0.3),
+    "generation, short of half": Plan(2, 4, 8, 2, mean=2.0),
+    "age bound": Plan(8, 8, 16, 2),
+    "age 0": Plan(4, 4, 16, 0, mean=1.5),
+    "age 0, few replicas": Plan(1, 4, 12, 0, mean=1.5, sigma=0.3),
+    "age 1, long tail": Plan(6, 4, 12, 1, mean=2.0, sigma=0.9),
+    "drop": Plan(6, 10, 16, 4, policy="drop"),
+    "mask": Plan(4, 8, 16, 2, policy="mask"),
+}
+
+
 class Fleet:
     """The run of one policy. `now` is in trainer steps."""
 
-    def __init__(self, url: str, policy: str, args: argparse.Namespace) -> None:
-        self.prompts = round(args.replicas * args.slots / (LOAD * MEAN_STEPS))
-        self.age, self.ahead = args.age, args.ahead
-        self.steps, self.warm_up = args.steps, args.warm_up
+    def __init__(self, url: str, plan: Plan) -> None:
+        policy = plan.policy
+        self.prompts, self.age, self.ahead = plan.prompts, plan.age, plan.ahead
+        self.steps, self.warm_up = plan.steps, plan.warm_up
         self.figures = Figures()
         self.now = 0.0
         self._run_id = f"fleet-{policy}-{secrets.token_hex(4)}"
         self._service = ReplayClient(open_redis(url), self._run_id)
-        self._url, self._size, self._slots = url, args.replicas, args.slots
+        self._url, self._size, self._slots = url, plan.replicas, plan.slots
         self._replicas: list[SimulatedReplica] = []
         self._policy = policy
         self._under_way = asyncio.Semaphore(AT_A_TIME)
-        self._random = random.Random(args.seed)
+        self._random = random.Random(plan.seed)
+        self._takes = balance.draw(plan.workload.lengths, plan.seed)
         self._ends: list[tuple[float, int, float, SimulatedReplica, Lease]] = []
         self._began_at = [0.0]  # when each version became the newest
         self._order = 0
@@ -122,21 +175,21 @@ class Fleet:
         while self._step < self.warm_up + self.steps:
             await self._feed()
             await self._turn()
-            if trains_until is not None and self.now >= trains_until:
+            # half a window less, because the sum of twenty windows is not exactly 1
+            if trains_until is not None and self.now >= trains_until - WINDOW / 2:
                 trains_until = None
                 self._began_at.append(self.now)
                 await self._refit(self._step)
+                await self._lease()
             if trains_until is None and await self._reserve():
-                trains_until = max(self.now, self._ready_at) + 1.0
+                trains_until = self.now + 1.0
             self.now += WINDOW
-            self._ready_at = self.now
         return await self._report(time.perf_counter() - wall)
 
     async def aclose(self) -> None:
         await asyncio.gather(self._service.aclose(), *(replica.client.aclose() for replica in self._replicas))
 
     _step = 0
-    _ready_at = 0.0
 
     # -- the parts of a window -------------------------------------------------------------------------------------------
 
@@ -176,21 +229,28 @@ class Fleet:
         """Those with free slots ask, a few at a time; admission is the same for all, so the first that gets nothing speaks for the rest."""
         idle = [replica for replica in self._replicas if replica.free]
         self._random.shuffle(idle)
-        if not idle or not await self._lease_one(idle[0]):
+        if not idle or not self._begin(await self._lease_one(idle[0])):
             return
         for first in range(1, len(idle), ASKING):
             granted = await self._together(self._lease_one(replica) for replica in idle[first : first + ASKING])
+            self._begin(itertools.chain.from_iterable(granted))
             if not all(granted):
                 return
 
-    async def _lease_one(self, replica: SimulatedReplica) -> int:
+    async def _lease_one(self, replica: SimulatedReplica) -> list[tuple[SimulatedReplica, Lease]]:
         leases = await self._timed("lease", replica.client.lease(replica.id, replica.free))
-        for lease in leases:
-            takes = self._random.lognormvariate(math.log(MEAN_STEPS) - SIGMA**2 / 2, SIGMA)
+        return [(replica, lease) for lease in leases]
+
+    def _begin(self, leases: Iterable[tuple[SimulatedReplica, Lease]]) -> bool:
+        """Begin to generate in the order of tickets, so that how long each group takes does not depend on whose call was first. Returns
+        whether there was any."""
+        in_order = sorted(leases, key=lambda pair: pair[1].ticket)
+        for replica, lease in in_order:
+            (takes,) = next(self._takes)
             heapq.heappush(self._ends, (self.now + takes, self._random.getrandbits(60), self.now, replica, lease))
             replica.tokens.add(lease.token)
-        replica.free -= len(leases)
-        return len(leases)
+            replica.free -= 1
+        return bool(in_order)
 
     async def _feed(self) -> None:
         counts = (await self._service.state()).counts
@@ -386,20 +446,52 @@ def main() -> None:
         "--policy", choices=POLICIES, action="append", help="may be given several times; all without it"
     )
     parser.add_argument("--out", type=Path, default=Path("."), help="takes fleet.json; results there are kept")
+    parser.add_argument("--balance", action="store_true", help="compare small fleets with what is computed for them")
     args = parser.parse_args()
+    if args.balance:
+        show_balance()
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     kept = args.out / "fleet.json"
     results = json.loads(kept.read_text()) if kept.exists() else {}
     for policy in args.policy or POLICIES:
         with server() as buffer:
-            results[policy] = asyncio.run(_measure(buffer.url, policy, args))
+            results[policy] = asyncio.run(measure(buffer.url, plan_of(args, policy)))
         kept.write_text(json.dumps(results, indent=1))
     in_order = [results[policy] for policy in POLICIES if policy in results]
     show(in_order)
 
 
-async def _measure(url: str, policy: str, args: argparse.Namespace) -> dict[str, Any]:
-    fleet = Fleet(url, policy, args)
+def plan_of(args: argparse.Namespace, policy: str) -> Plan:
+    names = ("replicas", "slots", "age", "ahead", "steps", "warm_up", "seed")
+    prompts = round(args.replicas * args.slots / (LOAD * MEAN_STEPS))
+    return Plan(prompts=prompts, policy=policy, **{name: getattr(args, name) for name in names})
+
+
+def compare(plan: Plan, steps: int = 40) -> tuple[float, float]:
+    """Return how busy the trainer is: as computed, and on the real buffer."""
+    plan = dataclasses.replace(plan, steps=steps, warm_up=balance.warm_up(plan.workload.steps_ahead))
+    with server() as buffer:
+        measured = asyncio.run(measure(buffer.url, plan))
+    return balance.simulate(plan.workload, plan.seed, steps).busy, measured["utilisation"]
+
+
+def show_balance() -> None:
+    """Compare the fleets one after the other, a line each."""
+    console = Console(width=100, highlight=False)
+    names = ("replicas x groups", "a step", "age", "computed", "measured", "difference")
+    console.print(f"{'fleet':26}", *(f"{name:>{len(name) + 2}}" for name in names), sep="")
+    for name, plan in BALANCED.items():
+        computed, measured = compare(plan)
+        fleet = f"{plan.replicas} x {plan.slots}", plan.prompts, plan.age
+        cells = (*fleet, f"{computed:.3f}", f"{measured:.3f}", f"{computed / measured - 1:+.1%}")
+        shown = (f"{value:>{len(title) + 2}}" for title, value in zip(names, cells, strict=True))
+        console.print(f"{name:26}", *shown, sep="")
+
+
+async def measure(url: str, plan: Plan) -> dict[str, Any]:
+    """Run the fleet, and return what `ROWS` show."""
+    fleet = Fleet(url, plan)
     try:
         return await fleet.run()
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.base.errors import ChatError
+from headrace.base.errors import ChatError, CodecError, ConfigError, HeadraceError, MissingPackage, ServiceError
 from headrace.env.environment import Environment, Sample
 from headrace.env.episode import Episode
 from headrace.records.score import Score
@@ -17,7 +17,22 @@ if TYPE_CHECKING:
     from headrace.api.run import Run, train
     from headrace.env.attachment import Attachment
 
-__all__ = ["ChatError", "Environment", "Episode", "Run", "Sample", "Score", "attach", "serve", "train"]
+__all__ = [
+    "ChatError",
+    "CodecError",
+    "ConfigError",
+    "Environment",
+    "Episode",
+    "HeadraceError",
+    "MissingPackage",
+    "Run",
+    "Sample",
+    "Score",
+    "ServiceError",
+    "attach",
+    "serve",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -55,7 +70,6 @@ def serve(
     from pathlib import Path
 
     from headrace.base.addresses import is_loopback
-    from headrace.base.errors import ConfigError
     from headrace.base.tls import CertificateFiles
     from headrace.env import server
     from headrace.net.credentials import Credentials
@@ -98,7 +112,6 @@ def attach(
 
     Raises `ServiceError` if the hub refuses the environment, `ConfigError` for arguments that can't be used.
     """
-    from headrace.base.errors import ConfigError
     from headrace.env import attachment
 
     if capacity is not None and capacity < 1:

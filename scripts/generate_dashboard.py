@@ -85,7 +85,11 @@ ROWS: dict[str, list[Panel]] = {
             "/ rate(headrace_rollout_prefix_cache_queries_total[1m])",
         }),
         Panel("Verified weights", "none", {"{{instance}}": "headrace_rollout_weight_version"}),
-        Panel("Replicas by state", "none", {"{{state}}": "headrace_replay_replicas"}),
+        Panel(
+            "Replicas by state, and as many as are wanted",
+            "none",
+            {"{{state}}": "headrace_replay_replicas", "wanted": "headrace_replay_replicas_wanted"},
+        ),
         Panel("Refits, by outcome", "ops", {"{{outcome}}": "sum by (outcome) (rate(headrace_rollout_refits_total[5m]))"}),
         Panel("Difference to the trainer on the probe", "none", {"{{instance}}": "headrace_rollout_weight_difference"}),
     ],

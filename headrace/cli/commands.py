@@ -5,6 +5,7 @@ COMMANDS = {
     "demo": "demo:demo",
     "up": "up:up",
     "status": "status:status",
+    "autoscale": "autoscale:autoscale",
     "samples": "samples:samples",
     "rewind": "rewind:rewind",
     "rescore": "rescore:rescore",

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headrace.cli.common import App, ConfigArgument, Overrides
+from headrace.base.errors import ConfigError
+from headrace.base.files import atomic_write
+from headrace.base.printable import printable
+from headrace.cli.common import MOST_GPUS, App, ConfigArgument, Overrides
 from headrace.config import load
+from headrace.config.yaml_text import dump_value
 from headrace.launch import slurm
+from headrace.launch.chart_values import Cluster, chart_values
 
-app = App(help="Write what runs a configuration on a cluster.", no_args_is_help=True)
+app = App(help="Deploy a run on a cluster.", no_args_is_help=True)
 
 
 @app.callback()
 def deploy() -> None:
-    """Write what runs a configuration on a cluster."""
+    """Deploy a run on a cluster."""
 
 
 @app.command("slurm")
@@ -43,3 +49,45 @@ def write_slurm(
         programs=Path(sys.executable).parent,
     )
     typer.echo(text, nl=False)
+
+
+@app.command("helm")
+def write_helm(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write them; without it, print them.")
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus-per-node", min=0, max=MOST_GPUS, help="GPUs of a node; 0: the run is on CPUs.")
+    ] = 0,
+    environments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--environment",
+            metavar="NAME=IMAGE",
+            help="The image that runs your environment env.NAME; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write the values of the chart deploy/helm/headrace for CONFIG: the configuration, the pods and GPUs of each service, their memory.
+    Print what is left to do, and refuse what the chart can't run."""
+    images = dict(_image(each) for each in environments or ())
+    values, remarks = chart_values(load(config, overrides or ()), Cluster(gpus, images))
+    configuration = textwrap.indent(values.pop("config"), "  ")
+    text = f"# headrace deploy helm {config}\nconfig: |\n{configuration}{dump_value(values)}"
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        with atomic_write(output) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+    for remark in remarks:
+        typer.echo(f"note: {printable(remark)}", err=True)
+
+
+def _image(given: str) -> tuple[str, str]:
+    name, _, image = given.partition("=")
+    if not name or not image:
+        raise ConfigError(f"--environment {given}: give NAME=IMAGE:TAG")
+    return name, image

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from headrace.env.environment import Environment, Sample, Scored, make_failed
+from headrace.env.slots import is_cancellation
 from headrace.env.source_build import source_build
 from headrace.records.score import NOT_APPLICABLE, Score
 from headrace.records.trajectory import Message
@@ -171,17 +172,22 @@ class TRLFunction(_RewardFunction):
             return make_failed(self, error)
 
     async def _awaited(self, returned: Awaitable[Any], samples: Sequence[Sample], log: _Log) -> list[Scored]:
-        rewards = None
-        with contextlib.suppress(Exception) if len(samples) > 1 else contextlib.nullcontext():
+        rewards: list[Any] | None = None
+        try:
             rewards = self._listed(await returned)
-        if rewards is None:
+        except BaseException as error:
+            if len(samples) == 1 or is_cancellation(error):
+                raise
+        if rewards is None:  # not above: the errors of the calls to come would each bring this one's traceback
             return [await self._awaited_alone(sample) for sample in samples]
         return self._scores(rewards, samples, log)
 
     async def _awaited_alone(self, sample: Sample) -> Scored:
         try:
             return cast(Scored, (await self.score_batch([sample]))[0])
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:
+            if is_cancellation(error):
+                raise
             return make_failed(self, error)
 
     def _arguments(self, samples: Sequence[Sample], log: _Log) -> dict[str, Any]:

@@ -78,12 +78,17 @@ async def _await(method: Callable[[Any], Any], argument: object) -> Any:
     try:
         return await method(argument)
     except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        if is_cancellation(error):
             raise
         # a StopIteration can't leave a coroutine: Python wraps it
         is_wrapped = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
         raise Raised(error.__cause__ if is_wrapped and error.__cause__ else error) from None
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether the task that runs is being cancelled, and the error says so. Any other one is the user's own."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and bool(task.cancelling())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from headrace.config import Config, loading
 from headrace.config.environments import LLMJudgeConfig, TargetConfig
 from headrace.config.loading import InvalidConfig, Loaded
 from headrace.config.root import TEACHER_KEY
-from headrace.env import judge_template
 from headrace.launch import environment_processes, shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
@@ -123,6 +122,8 @@ def _look_at_store(config: Config, url: str) -> list[str]:
 
 def _check_templates(loaded: Loaded) -> list[str]:
     """Return a line for each template of a judge that fails."""
+    from headrace.env import judge_template  # Jinja is no package of the light installation
+
     problems = []
     for name, env in loaded.config.env.items():
         if isinstance(env, LLMJudgeConfig) and env.template is not None:

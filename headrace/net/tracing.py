@@ -130,6 +130,11 @@ class Span:
         self._began = time.time_ns()
 
     @property
+    def context(self) -> SpanContext | None:
+        """What begins in it has as its parent: None while nothing is traced."""
+        return self.id
+
+    @property
     def traceparent(self) -> str:
         return self.id.traceparent
 
@@ -153,6 +158,10 @@ class _NoSpan(Span):
 
     def __init__(self) -> None:
         super().__init__("", None, SpanContext(0, 0), (), {})
+
+    @property
+    def context(self) -> SpanContext | None:
+        return None
 
     @property
     def traceparent(self) -> str:
@@ -182,8 +191,8 @@ def span(
     """Return a span for a `with` block. Its parent is `parent`, or else the current span; without either, nothing is traced."""
     if _tracer is None:
         return NO_SPAN
-    parent = parent or _current.get().id
-    if not parent.trace or not _tracer.samples(parent):
+    parent = parent or _current.get().context
+    if parent is None or not _tracer.samples(parent):
         return NO_SPAN
     return Span(name, parent, parent.fresh(), links, attributes or {})
 

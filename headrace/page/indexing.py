@@ -35,7 +35,7 @@ class Indexing:
         if self._thread is None:
             return whole, []
         if self._thread.is_alive():
-            lacking = f"the groups of this run are being indexed: {share:.0%} so far, and only these are found"
+            lacking = f"the groups of this run are being indexed: {100 * share:.0f} % so far, and only these are found"
             return GroupHistory(self._folder, is_partial=True), [lacking]
         self._thread, error, self._error = None, self._error, None
         if error is not None:

@@ -16,9 +16,10 @@ import msgspec
 from headrace.config import Config
 from headrace.config.environments.combine import CombineConfig
 from headrace.config.environments.custom import CustomConfig
+from headrace.run.balance import enough_replicas
 from headrace.run.headlines import follows_start
 from headrace.run.journal import Line
-from headrace.run.now import EnvironmentNow, Now
+from headrace.run.now import EnvironmentNow, Now, count_replicas
 
 Severity = Literal["error", "warning", "info"]
 Window = Literal["last", "10", "all"]
@@ -123,7 +124,9 @@ def find(lines: Sequence[Line], config: Config, window: Window = "10", now: Now 
 def waiting(steps: Sequence[Metrics], config: Config | None = None, now: Now | None = None) -> Iterator[Finding]:
     """Yield what the trainer waited for through much of these steps' time."""
     times = _shares(steps)
-    names = " and ".join(_replicas_and_age(config))
+    if not times:
+        return
+    names = " and ".join(_replicas_and_age(steps, config, now))
     yield from _loss(
         times,
         "waiting for generation",
@@ -204,15 +207,20 @@ def _loss(times: Mapping[str, float], name: str, title: str, remedy: str) -> Ite
         yield Finding(title, remedy, share, severity, _metrics(TOTAL, metric))
 
 
-def _replicas_and_age(config: Config | None) -> tuple[str, str]:
-    """Return what makes generation faster, as keys with values if they are known."""
+def _replicas_and_age(steps: Sequence[Metrics], config: Config | None, now: Now | None) -> tuple[str, str]:
+    """Return what makes generation faster, as keys with values if they are known: as many replicas as keep pace with training
+    (`headrace plan balance` also knows what stragglers and the age bound cost)."""
     if config is None:
         return "rollout.replicas", "max_trajectory_age_steps"
     algorithm = config.algorithm
+    usual = [step for step in steps if not follows_start(step)]
+    waited = sum(step.get("timing/train/wait_for_generation", 0.0) for step in usual)
+    enough = enough_replicas(count_replicas(config, now), sum(_values(usual, TOTAL)), waited)
+    most = algorithm.num_prompts_per_step * (algorithm.ahead_steps + 1)
     section = f"{algorithm.name}.async_{algorithm.name}"
     wider = f"max_trajectory_age_steps={algorithm.asynchrony.max_trajectory_age_steps + 1}"
     return (
-        f"rollout.replicas={config.rollout.replicas + 1}",
+        f"rollout.replicas={min(enough, most)}",
         f"{section}.{wider if algorithm.max_age else 'enabled=true'}",
     )
 
@@ -350,7 +358,7 @@ def _idle_replicas(config: Config, now: Now | None) -> Iterator[Finding]:
     """Admission lets no more than the groups of `ahead_steps + 1` steps be in flight, so a further replica never gets one."""
     algorithm = config.algorithm
     most = algorithm.num_prompts_per_step * (algorithm.ahead_steps + 1)
-    replicas = config.rollout.replicas if now is None else len(now.replicas)
+    replicas = count_replicas(config, now)
     if replicas > most:
         yield Finding(
             f"{replicas} replicas share at most {most} groups: {replicas - most} have nothing to do",

@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.base.errors import CodecError
 from headrace.base.files import UNREADABLE, atomic_write
+from headrace.config import Config
 
 NOW = "now.json"  # in the run's folder
 
@@ -101,3 +102,9 @@ def read(folder: Path) -> Now | None:
         return None
     except UNREADABLE as error:
         raise CodecError(f"{path} can't be read ({error}); remove it") from error
+
+
+def count_replicas(config: Config, now: Now | None) -> int:
+    """Return how many replicas a run has: those that are up, or else those that `headrace up` starts."""
+    up = 0 if now is None else sum(replica.state not in ("DEAD", "QUARANTINED") for replica in now.replicas)
+    return up or config.rollout.replicas

@@ -269,6 +269,9 @@ class RunStore:
     def fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> str | None:
         """Write the files of a checkpoint into `folder`, by their names. Return what is wrong with the first that is not what was sent;
         None if there is none. Raises `OSError`."""
+        for name in manifest.files:
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                return f"{self.url}/{manifest.folder}: {name} leads out of the folder of the checkpoint"
         there = self._list(manifest.folder)
         for name, file in sorted(manifest.files.items()):
             if (size := there.get(f"{manifest.folder}/{name}")) != file.size:
@@ -279,9 +282,6 @@ class RunStore:
         def fetch(name: str) -> None:
             file, source = manifest.files[name], f"{manifest.folder}/{name}"
             path = folder / name
-            if not path.resolve().is_relative_to(folder.resolve()):
-                problems.append(f"{self.url}/{source} leads out of the folder of the checkpoint")
-                return
             path.parent.mkdir(parents=True, exist_ok=True)
             digest = hashlib.sha256()
             try:

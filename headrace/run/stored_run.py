@@ -190,9 +190,8 @@ def _fetch(
     store: RunStore, manifest: Manifest, folder: Path, run_folder: Path, say: Callable[[str], None]
 ) -> str | None:
     """Fetch a checkpoint. The folder has it completely or not at all. Returns what is wrong with it in the store, or None."""
-    odd = [name for name in manifest.files if name.partition("/")[0] not in _PARTS]
-    if odd or f"checkpoint/{STATE}" not in manifest.files:
-        return f"{store.url}: its manifest names {odd[0]}" if odd else f"{store.url}: its manifest names no {STATE}"
+    if f"checkpoint/{STATE}" not in manifest.files:
+        return f"{store.url}: the manifest of checkpoint {manifest.version} names no {STATE}"
     folder.mkdir(parents=True, exist_ok=True)
     with scratch_folder(".fetching-", folder) as scratch:
         progress = Moved(manifest.size, say)

@@ -239,9 +239,8 @@ class WeightSender:
             bytes=nbytes,
         )
         at = tracing.epoch_span(self._replay.run_id, epoch.timeline, epoch.version, epoch.id)
-        parent = tracing.current()
-        under = None if parent is tracing.NO_SPAN else parent.id
-        tracing.emit(tracing.EndedSpan("epoch", at, under, began_ns, time.time_ns(), attributes))
+        parent = tracing.current().context
+        tracing.emit(tracing.EndedSpan("epoch", at, parent, began_ns, time.time_ns(), attributes))
 
     async def aclose(self) -> None:
         self._close_channel()

@@ -15,9 +15,11 @@ from headrace.replay.bias import Distribution, Moment, Quantity, TrajectoryMeter
 
 
 class LatestStats:
-    """The newest statistics, or None while the buffer is unreachable, so that no gauge shows a stale value."""
+    """The newest statistics, or None while the buffer is unreachable, so that no gauge shows a stale value. `wanted` is how many replicas
+    are wanted (`headrace.run.replicas_wanted`)."""
 
     stats: dict[str, Any] | None = None
+    wanted: int | None = None
     meters: Mapping[Moment, TrajectoryMeter] | None = None
 
 
@@ -81,6 +83,12 @@ class _BufferGauges(Collector):
         for state in get_args(ReplicaState):
             replicas.add_metric([state], sum(replica["state"] == state for replica in stats["replicas"]))
         yield replicas
+        if self._latest.wanted is not None:
+            yield GaugeMetricFamily(
+                "headrace_replay_replicas_wanted",
+                "replicas that keep the trainer busy, to scale the fleet by",
+                value=self._latest.wanted,
+            )
         errors = GaugeMetricFamily(
             "headrace_replay_replica_logprob_error",
             "token_mult_prob_error on the replica's tokens, in the newest step that trained on any",

@@ -23,6 +23,7 @@ from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
 from headrace.replay.connection import BufferConnection, hide_password, keeping_cancellation, open_redis
 from headrace.run.lineage import FOLDER, LineageFiles
+from headrace.run.replicas_wanted import ReplicasWanted
 from headrace_services.replay import library
 from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer
@@ -159,6 +160,8 @@ class _Buffer:
         self._since = ""  # the time of day when the trouble began
         self._superseded = False  # another start of the replay service has set the limits
         self._broken: dict[str, str] = {}  # the broken environments, with the reason
+        ahead = limits.ahead_steps
+        self._wanted = ReplicasWanted(client, limits.max_age if ahead is None else ahead)
 
     async def waits_for(self) -> list[str]:
         """Return the broken environments that the run waits for, and why."""
@@ -190,6 +193,7 @@ class _Buffer:
                 self.latest.stats = await self._client.stats()
                 if not self._superseded and await self._reopen(self.latest.stats["opened"]):
                     _log.warning("the buffer's server lost writes; the run's limits have been set again")
+                self.latest.wanted = await self._wanted.decide(self.latest.stats)
                 self.latest.meters = await self._client.bias()
                 await self._warn_of_bias(self.latest.meters)
                 self._report(self.latest.stats["environments"])

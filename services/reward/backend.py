@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 
 import prometheus_client
 
+from headrace.env.wire import score_from_wire
+from headrace.records.score import NOT_APPLICABLE, Score
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 
@@ -59,5 +61,16 @@ async def score_metered(
 
 
 def count_results(name: str, results: Sequence[trajectory_pb2.Result]) -> None:
-    for status, count in collections.Counter(result.status for result in results).items():
-        RESULTS.labels(name, trajectory_pb2.Status.Name(status).removeprefix("STATUS_")).inc(count)
+    for status, count in collections.Counter(map(_name_status, results)).items():
+        RESULTS.labels(name, status).inc(count)
+
+
+def _name_status(result: trajectory_pb2.Result) -> str:
+    if result.status == trajectory_pb2.STATUS_INVALID and does_not_apply(score_from_wire(result)):
+        return NOT_APPLICABLE.upper()
+    return trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")
+
+
+def does_not_apply(score: Score) -> bool:
+    """Whether an environment has no opinion of the completion: a reward function of TRL's that returned None for it."""
+    return score.status == "INVALID" and score.metadata.get(NOT_APPLICABLE) is True

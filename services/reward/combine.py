@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from headrace.base.errors import CodecError
 from headrace.config.environments import CombineConfig
 from headrace.env.wire import score_from_wire, score_to_wire
-from headrace.records.score import NOT_APPLICABLE, Score, Status
+from headrace.records.score import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import EnvironmentBackend, score_metered
+from headrace_services.reward.backend import EnvironmentBackend, does_not_apply, score_metered
 from headrace_services.reward.environment_build import compute_build
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
@@ -49,7 +49,7 @@ class CombineBackend:
         passed = [
             place
             for place, found in enumerate(scores)
-            if gate is None or (found[gate].reward or 0.0) > 0 or _does_not_apply(found[gate])
+            if gate is None or (found[gate].reward or 0.0) > 0 or does_not_apply(found[gate])
         ]
         others = [part for part in self._parts if part != gate]
         await asyncio.gather(*(self._ask(part, trajectories, scores, passed, deadline) for part in others))
@@ -105,7 +105,7 @@ class CombineBackend:
     def _whole(self, scores: Mapping[str, Score]) -> Score:
         """Return the score of one completion from those of its parts. Parts are missing only behind a closed gate, and count as 0. A part
         that does not apply to the completion is left out, unless none applies."""
-        not_applicable = {part for part, score in scores.items() if _does_not_apply(score)}
+        not_applicable = {part for part, score in scores.items() if does_not_apply(score)}
         if not_applicable == set(scores):
             not_applicable = set()
         failures = {
@@ -140,8 +140,3 @@ class CombineBackend:
             )
         except CodecError as error:  # the sum of finite rewards may not be finite
             return Score("FAILED", message=str(error), environment=self._name)
-
-
-def _does_not_apply(score: Score) -> bool:
-    """Whether a part has no opinion of the completion: a reward function of TRL's that returned None for it."""
-    return score.status == "INVALID" and score.metadata.get(NOT_APPLICABLE) is True

@@ -53,10 +53,11 @@ class Hub:
 async def start_hub(
     env: dict[str, Any], credentials: Path | None = None, tls_ca: Path | None = None, **reward: Any
 ) -> AsyncIterator[Hub]:
-    """With `credentials`, a file, its caller is the scorer of that file."""
+    """With `credentials`, a file, its caller is the scorer of that file. One worker has the built-in environments unless `reward` says
+    otherwise: each takes a second of a core to start."""
     given = {"credentials": credentials, "tls_ca": tls_ca}
     security = {name: str(file) for name, file in given.items() if file is not None}
-    config = Config.model_validate({"env": env, "reward": {"port": 0, **reward}, "security": security})
+    config = Config.model_validate({"env": env, "reward": {"port": 0, "workers": 1, **reward}, "security": security})
     token = None if credentials is None else Credentials(credentials).make_token_source("scorer")
     async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}", token=token) as channel:
         yield Hub(service, channel)

@@ -185,3 +185,19 @@ def test_metrics_that_are_no_numbers_are_no_finding() -> None:
     unknown = dict.fromkeys(("groups_without_spread", "truncation_rate", "off_policy_tokens", "failed_prompts"), nan)
     assert find(lines({**WELL, **unknown}), config()) == []
     assert find(lines({TOTAL: nan, part("validation"): nan}), config()) == []
+
+
+def test_dead_replicas_are_not_idle() -> None:
+    few = {"grpo": {"num_prompts_per_step": 2}, "rollout": {"replicas": 2}}
+    states = ["HEALTHY", "STALE", "DEAD", "DEAD"]
+    replicas = [ReplicaNow(str(place), state, 0, 0, 0.0) for place, state in enumerate(states)]
+    assert find([], config(few), now=now(replicas=replicas)) == []
+
+
+@pytest.mark.parametrize(("states", "named"), [(["HEALTHY", "HEALTHY", "DEAD"], 4), (["HEALTHY"] * 9, 6), ([], 2)])
+def test_as_many_replicas_are_named_as_keep_pace_with_training(states: list[str], named: int) -> None:
+    """The trainer waits for half of the time. With two prompts a step and an age bound of two, six groups may be in flight."""
+    grpo = {"grpo": {"num_prompts_per_step": 2, **ASYNC["grpo"]}}
+    replicas = [ReplicaNow(str(place), state, 0, 0, 0.0) for place, state in enumerate(states)]
+    found = find(lines({**WELL, part("wait_for_generation"): 5.0}), config(grpo), now=now(replicas=replicas))
+    assert f"rollout.replicas={named}" in " ".join(each.remedy for each in found if "generation" in each.title)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -251,6 +253,29 @@ def test_what_was_taken_in_before_a_kill_is_kept(folder: Path, monkeypatch: pyte
     assert GroupHistory(folder).find(GroupQuery()) == whole
 
 
+def test_what_another_process_has_taken_in_is_left_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two build the index, and one goes on with the file of which the other has committed the beginning."""
+    told = [event for order in range(3) for event in life(f"g{order}", order, *TRAINED)]
+    last = life("g3", 3, *TRAINED)
+    write(folder, events(*told, *last[:4]))
+    write(folder, events(*last[4:], start=5_000))
+    monkeypatch.setattr(group_index, "_AT_ONCE", 2)
+    connect, said = sqlite3.connect, list[str]()
+
+    class Overtaken(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            if statement == "BEGIN IMMEDIATE" and said[-2:] == ["RELEASE of_file", "COMMIT"]:
+                said.append("the other")
+                monkeypatch.setattr(sqlite3, "connect", connect)
+                GroupHistory(folder).refresh()
+            said.append(statement)
+            return super().execute(statement, *values)
+
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, factory=Overtaken, **named))
+    assert GroupHistory(folder).states() == {"trained": 4}
+    assert "the other" in said
+
+
 def test_of_a_text_of_many_prompts_the_first_are_found(folder: Path) -> None:
     many(folder, 5)
     history = GroupHistory(folder)
@@ -385,6 +410,7 @@ def test_several_processes_build_one_index(folder: Path, files: int) -> None:
     code = """
 import sys
 from pathlib import Path
+from typing import Any
 from headrace.run import group_index
 from headrace.run.group_history import GroupHistory
 group_index._AT_ONCE = 1

@@ -55,7 +55,9 @@ def test_a_traceparent_is_read_as_w3c_writes_it() -> None:
 def test_spans_arrive_with_their_parents_and_links(collector: Collector) -> None:
     root = group_span("adder", "g")
     with tracing.exporting(ON, "rollout", "adder"):
+        assert tracing.current().context is None  # what begins here is the root of its trace
         with tracing.span("generate", root, attributes=tracing.named(index=3, reason=None)) as outer:
+            assert tracing.current().context == outer.id
             with tracing.span("inner", links=[root]):
                 assert tracing.current().id.trace == root.trace
                 assert (

@@ -36,7 +36,7 @@ class Row:
 
     `says` is, for a used key, ours; for a replaced one, what does its work here; for a missing one, why there is none and what to use.
     `default` is theirs. `direct`: ours takes the same value. `quiet` are values of a missing key that ask for nothing, besides its
-    default, null, false and empty.
+    default, null, false and empty. `only_with` is what else a run has to set for a used key to do anything there.
     """
 
     name: str
@@ -45,15 +45,16 @@ class Row:
     default: Any = None
     direct: bool = False
     quiet: tuple[Any, ...] = ()
+    only_with: str = ""
 
 
 def direct(name: str, key: str, default: Any) -> Row:
     return Row(name, "used", key, default, direct=True)
 
 
-def used(names: str, says: str, default: Any = None) -> Iterator[Row]:
+def used(names: str, says: str, default: Any = None, only_with: str = "") -> Iterator[Row]:
     for name in names.split():
-        yield Row(name, "used", says, default)
+        yield Row(name, "used", says, default, only_with=only_with)
 
 
 def replaced(names: str, says: str) -> Iterator[Row]:
@@ -153,11 +154,13 @@ class Draft:
         if value is not None:
             self.put(key, value, name)
 
-    def note(self, name: str, why: str, under: list[str] | None = None) -> None:
-        """Report a key of theirs, or a value of it: without a counterpart, if not `under` another of the lists."""
-        self._noted.add(name)
+    def note(self, names: str | Sequence[str], why: str, under: list[str] | None = None) -> None:
+        """Report keys of theirs, or values of them: without a counterpart, if not `under` another of the lists."""
+        names = [names] if isinstance(names, str) else names
+        self._noted.update(names)
         notes = self.missing if under is None else under
-        notes.append(f"{name} {_short(self.given.get(name))}: {why}" if name in self.given else f"{name}: {why}")
+        shown = (f"{name} {_short(self.given[name])}" if name in self.given else name for name in names)
+        notes.append(f"{', '.join(shown)}: {why}")
 
     def add(self, text: str) -> None:
         """Report what the user has to add."""
@@ -193,8 +196,12 @@ class Draft:
                 self.missing.append(f"{shown}: {row.says}")
         elif isinstance(value, Unread):
             self._refuse(name, value.text, self._ours(row))
-        else:
+        elif value in (None, row.default) or (value is False and row.default is None):
             self.same.append(f"{shown}: nothing to set beside the other keys ({self._ours(row)})")
+        elif row.only_with:
+            self.same.append(f"{shown}: it does nothing without {row.only_with}")
+        else:
+            self.missing.append(f"{shown}: not understood; set {self._ours(row)} yourself")
 
     def _find(self, name: str) -> Row | None:
         """Return the row of a key: the one of its name, or else the longest pattern that matches."""
@@ -248,6 +255,8 @@ def put_trackers(draft: Draft, reports: Any, name: str, quiet: tuple[str, ...]) 
             draft.put(f"logger.{tracker}_enabled", True, name)
     if others := ", ".join(str(each) for each in reports if each not in (*TRACKERS, *quiet)):
         draft.note(name, f"{others}: W&B, TensorBoard and MLflow are there, and curves without any of them")
+    elif draft.is_given(name) and not any(tracker in reports for tracker in TRACKERS):
+        draft.note(name, "no tracker", draft.same)
 
 
 def put_adapted_layers(draft: Draft, modules: Any, names: str, excluded: str) -> None:

@@ -14,22 +14,29 @@ _FLAT = ("constant", "constant_with_warmup")
 
 
 def put_schedule(
-    draft: Draft, kind: str, warm: float, total: int | None, in_batch: int, least: float, names: Sequence[str]
+    draft: Draft,
+    kind: str,
+    warm: float,
+    total: int | None,
+    in_batch: int,
+    rates: tuple[float, float],
+    names: Sequence[str],
 ) -> None:
     """Put `policy.scheduler`, which the keys `names` give: a warm-up of `warm` optimizer steps, or of that share of the run if it is below
-    1, and the schedule after it. `total` are the trainer steps of the run, if they are known, of `in_batch` optimizer steps each; `least`
-    is the last rate's share of the first."""
+    1, and the schedule after it. `total` are the trainer steps of the run, if they are known, of `in_batch` optimizer steps each; `rates`
+    are the first rate, and the last one's share of it."""
     if kind not in (*_DECAYS, *_FLAT):
-        draft.note(names[0], f"{kind}: policy.scheduler takes torch's schedulers; written is a constant rate")
+        draft.note(names, f"{kind}: policy.scheduler takes torch's schedulers; written is a constant rate")
         return
     if (kind in _DECAYS or 0 < warm < 1) and total is None:
-        draft.add(
-            f"policy.scheduler: a schedule ({kind}, warm-up {warm:g}) needs the number of trainer steps, which the data "
-            f"decides; give it with "
-            "--steps. Written is a constant rate"
+        draft.note(
+            names,
+            f"policy.scheduler: a schedule ({kind}, warm-up {warm:g}) needs the number of trainer steps, which the data decides; "
+            "give it with --steps. Written is a constant rate",
+            draft.to_add,
         )
         return
-    of_run = total or 0
+    of_run, (rate, least) = total or 0, rates
     warm_steps = round(warm * of_run) if 0 < warm < 1 else math.ceil(warm / in_batch)
     after = max(1, of_run - warm_steps)
     parts: list[dict[str, Any]] = []
@@ -39,7 +46,6 @@ def put_schedule(
     if kind == "linear":
         parts.append(_named("LinearLR", start_factor=1.0, end_factor=least, total_iters=after))
     elif kind in _DECAYS:
-        rate = draft.values()["policy"]["optimizer"]["kwargs"]["lr"] if least else 0.0
         parts.append(_named("CosineAnnealingLR", T_max=after, eta_min=least * rate))
     elif warm_steps:
         parts.append(_named("ConstantLR", factor=1.0, total_iters=1))
@@ -47,9 +53,8 @@ def put_schedule(
         parts.append({"milestones": [warm_steps]})
     if parts:
         draft.put(("policy", "scheduler"), parts, *names)
-    else:
-        for name in filter(draft.is_given, names):
-            draft.note(name, "the rate is constant", draft.same)
+    elif given := draft.those_given(*names):
+        draft.note(given, "the rate is constant", draft.same)
 
 
 def _named(name: str, **kwargs: float) -> dict[str, Any]:

@@ -131,7 +131,13 @@ def _steps(draft: Draft, in_batch: int, steps: int | None) -> int | None:
     if most > 0:
         total = math.ceil(most / in_batch)
         draft.put("grpo.max_num_steps", total, "max_steps")
-        draft.put("grpo.max_num_epochs", 1_000_000, "max_steps", says="the number of steps alone ends the run")
+        draft.put(
+            "grpo.max_num_epochs",
+            1_000_000,
+            "max_steps",
+            "num_train_epochs",
+            says="the number of steps alone ends the run",
+        )
         return total
     epochs = draft.value("num_train_epochs")
     draft.put("grpo.max_num_epochs", math.ceil(epochs), "num_train_epochs")
@@ -141,8 +147,7 @@ def _steps(draft: Draft, in_batch: int, steps: int | None) -> int | None:
 
 
 def _loss(draft: Draft) -> None:
-    kind, level = draft.value("loss_type"), draft.value("importance_sampling_level")
-    low, high = draft.value("epsilon"), draft.value("epsilon_high", 0.2)
+    kind = draft.value("loss_type")
     draft.put("grpo.use_leave_one_out_baseline", False, says="TRL's baseline is the mean of the whole group")
     match draft.value("scale_rewards"):
         case True | "group":
@@ -154,44 +159,9 @@ def _loss(draft: Draft) -> None:
                 "scale_rewards",
                 f"{other} is not there; docs/recipes.md names the estimator that whitens over the batch",
             )
-    match kind:
-        case "dapo":
-            draft.put("loss_fn.token_level_loss", True, "loss_type")
-        case "bnpo":
-            draft.put("loss_fn.token_level_loss", True, "loss_type")
-            draft.note(
-                "loss_type",
-                "bnpo averages over the tokens of each micro-batch; here over those of the whole mini-batch, as dapo does",
-            )
-        case "grpo":
-            draft.put("loss_fn.token_level_loss", False, "loss_type")
-        case "dr_grpo":
-            draft.put(
-                "loss_fn.constant_length",
-                draft.size("max_completion_length"),
-                "loss_type",
-                says="divided by max_completion_length",
-            )
-        case "cispo":
-            draft.put("loss_fn.use_cispo", True, "loss_type")
-        case _:
-            draft.note("loss_type", NO_SUCH_LOSS)
-    if kind == "cispo":  # TRL clamps the ratio itself from above, and not from below
-        draft.put("loss_fn.ratio_clip_min", 1.0, "epsilon", says="TRL's cispo has no lower bound")
-        draft.put(
-            "loss_fn.ratio_clip_max",
-            max(0.0, (low if high is None else high) - 1),
-            "epsilon_high",
-            says="TRL's cispo bounds the ratio by epsilon_high itself",
-        )
-    else:
-        draft.put("loss_fn.ratio_clip_min", low, "epsilon")
-        draft.put(
-            "loss_fn.ratio_clip_max",
-            low if high is None else high,
-            *(("epsilon_high",) if high is not None else ("epsilon",)),
-        )
-    if level == "sequence":
+    _weights(draft, kind)
+    _bounds(draft, kind)
+    if draft.value("importance_sampling_level") == "sequence":
         draft.put("loss_fn.sequence_level_importance_ratios", True, "importance_sampling_level")
         if kind not in ("grpo",):
             draft.put(
@@ -215,11 +185,61 @@ def _loss(draft: Draft) -> None:
         )
         for key in ("kl_input_clamp_value", "kl_output_clamp_value"):
             draft.put(f"loss_fn.{key}", None, says="TRL doesn't clamp the KL term")
-    if draft.given.get("use_vllm") and draft.value("vllm_importance_sampling_correction"):
+    if draft.given.get("use_vllm"):
         _importance(draft)
 
 
+def _weights(draft: Draft, kind: str) -> None:
+    """Write how the tokens of a batch are weighed."""
+    match kind:
+        case "dapo":
+            draft.put("loss_fn.token_level_loss", True, "loss_type")
+        case "bnpo":
+            draft.put("loss_fn.token_level_loss", True, "loss_type")
+            draft.note(
+                "loss_type",
+                "bnpo averages over the tokens of each micro-batch; here over those of the whole mini-batch, as dapo does",
+            )
+        case "grpo":
+            draft.put("loss_fn.token_level_loss", False, "loss_type")
+        case "dr_grpo":
+            draft.put(
+                "loss_fn.constant_length",
+                draft.size("max_completion_length"),
+                "loss_type",
+                says="divided by max_completion_length",
+            )
+        case "cispo":
+            draft.put("loss_fn.use_cispo", True, "loss_type")
+        case _:
+            draft.note("loss_type", NO_SUCH_LOSS)
+
+
+def _bounds(draft: Draft, kind: str) -> None:
+    """Write between which bounds a ratio counts."""
+    low, high = draft.value("epsilon"), draft.value("epsilon_high", 0.2)
+    if kind == "cispo":  # TRL clamps the ratio itself from above, and not from below
+        draft.put("loss_fn.ratio_clip_min", 1.0, "epsilon", says="TRL's cispo has no lower bound")
+        draft.put(
+            "loss_fn.ratio_clip_max",
+            max(0.0, (low if high is None else high) - 1),
+            "epsilon_high",
+            says="TRL's cispo bounds the ratio by epsilon_high itself",
+        )
+    else:
+        draft.put("loss_fn.ratio_clip_min", low, "epsilon")
+        draft.put(
+            "loss_fn.ratio_clip_max",
+            low if high is None else high,
+            *(("epsilon_high",) if high is not None else ("epsilon",)),
+        )
+
+
 def _importance(draft: Draft) -> None:
+    corrects = bool(draft.value("vllm_importance_sampling_correction"))
+    draft.put("loss_fn.use_importance_sampling_correction", corrects, "vllm_importance_sampling_correction")
+    if not corrects:
+        return
     mode = draft.value("vllm_importance_sampling_mode")
     bound, least = (
         draft.value("vllm_importance_sampling_clip_max"),
@@ -232,13 +252,13 @@ def _importance(draft: Draft) -> None:
             f"{mode} bounds the weight of a sequence, the product over its tokens; written is a bound on each token's. "
             "seq-mask-tis masks sequences by their geometric mean",
         )
-    draft.put("loss_fn.use_importance_sampling_correction", True, "vllm_importance_sampling_correction")
     kind = "icepop" if mode == "token_mask" else "tis"
     draft.put("loss_fn.truncated_importance_sampling_type", kind, "vllm_importance_sampling_mode")
     draft.put(
         "loss_fn.truncated_importance_sampling_ratio",
         1e9 if bound is None else bound,
         "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_cap",
     )
     if least is not None or kind == "icepop":
         draft.put("loss_fn.truncated_importance_sampling_ratio_min", least or 0.0, "vllm_importance_sampling_clip_min")
@@ -340,7 +360,9 @@ def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
         if isinstance(kwargs, dict)
         else 0
     )
-    put_schedule(draft, kind, warm, total, in_batch, least, names or ["lr_scheduler_type"])
+    put_schedule(
+        draft, kind, warm, total, in_batch, (draft.value("learning_rate"), least), names or ["lr_scheduler_type"]
+    )
 
 
 def _validation(draft: Draft, in_batch: int, script: Script) -> None:
@@ -349,7 +371,8 @@ def _validation(draft: Draft, in_batch: int, script: Script) -> None:
     period = draft.value("eval_steps") or draft.given.get("logging_steps") or 10
     validates = strategy not in ("no", False)
     if strategy == "epoch" or (validates and (isinstance(period, Unread) or period < 1)):
-        draft.add("grpo.val_period: the data decides it; give the number of trainer steps between two validations")
+        why = "grpo.val_period: the data decides it; give the number of trainer steps between two validations"
+        draft.note(names, why, draft.to_add)
     elif validates:
         draft.put("grpo.val_period", max(1, round(period / in_batch)), *names)
         draft.put(
@@ -366,11 +389,10 @@ def _validation(draft: Draft, in_batch: int, script: Script) -> None:
     if saves == "no":
         draft.put("checkpointing.enabled", False, "save_strategy")
     elif saves in ("epoch", "best") or period < 1:
-        draft.add(
-            "checkpointing.save_period: the data decides it; give the number of trainer steps between two checkpoints"
-        )
+        why = "checkpointing.save_period: the data decides it; give the number of trainer steps between two checkpoints"
+        draft.note(draft.those_given("save_strategy", "save_steps"), why, draft.to_add)
     else:
-        draft.put("checkpointing.save_period", max(1, round(period / in_batch)), "save_steps")
+        draft.put("checkpointing.save_period", max(1, round(period / in_batch)), "save_steps", "save_strategy")
     draft.put("checkpointing.keep_top_k", draft.size("save_total_limit"), "save_total_limit")
     draft.put("checkpointing.save_optimizer", not draft.value("save_only_model"), "save_only_model")
     best = draft.is_given("metric_for_best_model", "load_best_model_at_end")
@@ -387,7 +409,7 @@ def _validation(draft: Draft, in_batch: int, script: Script) -> None:
     if isinstance(draft.value("output_dir", ""), str):
         draft.put("run.dir", draft.value("output_dir", ""), "output_dir")
     reports = draft.value("report_to")
-    put_trackers(draft, TRACKERS if "all" in reports else reports, "report_to", ("none",))
+    put_trackers(draft, TRACKERS if reports in ("all", ["all"]) else reports, "report_to", ("none",))
     for name, key in (("run_name", "logger.wandb.name"), ("project", "logger.wandb.project")):
         if name in draft.given:
             draft.put(key, draft.value(name), name)

@@ -7,8 +7,11 @@ from headrace.config.migrate.draft import NO_SUCH_LOSS, Row, direct, missing, re
 _GPU = "headrace plans devices itself (`rollout`, `trainer`; docs/gpu.md)"
 _HUB = "`headrace export RUN -o DIR` writes a model that can be uploaded"
 _LOG = "metrics.jsonl has every step, and samples have every trajectory (docs/watching.md)"
+_SEVERAL = "several reward functions"
 _BATCH = "grpo.num_prompts_per_step, policy.train_global_batch_size, policy.train_micro_batch_size"
 _SCHEDULE = "policy.scheduler"
+_PEFT = "an adapter (use_peft, LoraConfig)"
+_VLLM = "use_vllm and vllm_importance_sampling_correction"
 _TIS = "loss_fn.use_importance_sampling_correction and loss_fn.truncated_importance_sampling_*"
 
 TABLE: tuple[Row, ...] = (
@@ -16,13 +19,16 @@ TABLE: tuple[Row, ...] = (
     *used("model model_name_or_path", "policy.model_name"),
     *used("reward_funcs", "env.NAME.target, and a `combine` of several"),
     *used("reward_model_name_or_path", "env.NAME of type reward_model"),
-    *used("train_dataset dataset_name dataset_config dataset_train_split", "data.train"),
-    *used("eval_dataset dataset_test_split", "data.validation"),
-    *used("peft_config use_peft r lora_r", "policy.lora_cfg.enabled, policy.lora_cfg.dim"),
-    *used("lora_alpha", "policy.lora_cfg.alpha"),
-    *used("lora_dropout", "policy.lora_cfg.dropout"),
-    *used("target_modules lora_target_modules", "policy.lora_cfg.target_modules"),
-    Row("exclude_modules", "used", "policy.lora_cfg.exclude_modules"),
+    *used("train_dataset dataset_name", "data.train"),
+    *used("dataset_config dataset_train_split", "data.train", only_with="dataset_name"),
+    *used("eval_dataset", "data.validation"),
+    *used("dataset_test_split", "data.validation", only_with="dataset_name and eval_strategy"),
+    *used("peft_config use_peft", "policy.lora_cfg.enabled"),
+    *used("r lora_r", "policy.lora_cfg.dim", only_with=_PEFT),
+    *used("lora_alpha", "policy.lora_cfg.alpha", only_with=_PEFT),
+    *used("lora_dropout", "policy.lora_cfg.dropout", only_with=_PEFT),
+    *used("target_modules lora_target_modules", "policy.lora_cfg.target_modules", only_with=_PEFT),
+    *used("exclude_modules", "policy.lora_cfg.exclude_modules", only_with=_PEFT),
     *replaced(
         "args processing_class task_type lora_task_type bias quantization_config", "taken from the model, or not needed"
     ),
@@ -68,21 +74,21 @@ TABLE: tuple[Row, ...] = (
     *used("warmup_steps", _SCHEDULE, 0),
     # the loss
     direct("beta", "loss_fn.reference_policy_kl_penalty", 0.0),
-    *used("use_bias_correction_kl", "loss_fn.use_on_policy_kl_approximation", True),
+    *used("use_bias_correction_kl", "loss_fn.use_on_policy_kl_approximation", True, "beta"),
     *used("epsilon", "loss_fn.ratio_clip_min", 0.2),
     *used("epsilon_high", "loss_fn.ratio_clip_max"),
     Row("delta", "used", "loss_fn.ratio_clip_c", None, direct=True),
     *used("loss_type", "loss_fn.token_level_loss, constant_length or use_cispo", "dapo"),
     *used("importance_sampling_level", "loss_fn.sequence_level_importance_ratios", "token"),
     *used("scale_rewards", "grpo.normalize_rewards", "group"),
-    *used("reward_weights", "env.reward.parts"),
-    *used("multi_objective_aggregation", "grpo.adv_estimator.name: gdpo", "sum_then_normalize"),
+    *used("reward_weights", "env.reward.parts", only_with=_SEVERAL),
+    *used("multi_objective_aggregation", "grpo.adv_estimator.name: gdpo", "sum_then_normalize", _SEVERAL),
     direct("mask_truncated_completions", "grpo.overlong_filtering", False),
-    *used("vllm_importance_sampling_correction", _TIS, True),
-    *used("vllm_importance_sampling_mode", _TIS, "sequence_mask"),
-    *used("vllm_importance_sampling_clip_max", _TIS, 3.0),
-    *used("vllm_importance_sampling_cap", _TIS),
-    *used("vllm_importance_sampling_clip_min", _TIS),
+    *used("vllm_importance_sampling_correction", _TIS, True, "use_vllm"),
+    *used("vllm_importance_sampling_mode", _TIS, "sequence_mask", _VLLM),
+    *used("vllm_importance_sampling_clip_max", _TIS, 3.0, _VLLM),
+    *used("vllm_importance_sampling_cap", _TIS, None, _VLLM),
+    *used("vllm_importance_sampling_clip_min", _TIS, None, _VLLM),
     *missing("sapo_temperature_* vespo_*", NO_SUCH_LOSS),
     *missing(
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
@@ -106,7 +112,7 @@ TABLE: tuple[Row, ...] = (
     *missing("repetition_penalty", "the sampling is temperature, top_p and top_k, which training can follow", 1.0),
     *used("generation_kwargs", "policy.generation.stop_strings, policy.generation.stop_token_ids"),
     *used("chat_template_kwargs", "policy.tokenizer.chat_template_kwargs"),
-    *used("num_generations_eval", "grpo.val_num_generations_per_prompt"),
+    *used("num_generations_eval", "grpo.val_num_generations_per_prompt", only_with="eval_strategy"),
     *replaced(
         "use_vllm vllm_mode vllm_model_impl vllm_server_* vllm_group_port vllm_enable_sleep_mode use_transformers_* "
         "transformers_continuous_batching_config cache_implementation use_cache ds3_gather_for_generation",
@@ -131,14 +137,19 @@ TABLE: tuple[Row, ...] = (
     ),
     # validation, checkpoints, logs
     *used("eval_strategy", "grpo.val_period", "no"),
-    *used("eval_steps do_eval", "grpo.val_period"),
+    *used("eval_steps", "grpo.val_period"),
+    *replaced("do_eval", "eval_strategy decides"),
     *missing("eval_delay", "validation begins with the first period", 0),
     *used("eval_on_start", "grpo.val_at_start", False),
     *used("save_strategy", "checkpointing.save_period", "steps"),
-    *used("save_steps", "checkpointing.save_period", 500),
+    *used("save_steps", "checkpointing.save_period", 500, "save_strategy steps"),
     *used("save_total_limit", "checkpointing.keep_top_k"),
     *used("save_only_model", "checkpointing.save_optimizer", False),
-    *used("metric_for_best_model load_best_model_at_end greater_is_better", "checkpointing.metric_name"),
+    *used(
+        "metric_for_best_model load_best_model_at_end greater_is_better",
+        "checkpointing.metric_name",
+        only_with="eval_strategy and a best model",
+    ),
     *used("output_dir", "run.dir"),
     *used("report_to", "logger.wandb_enabled, logger.tensorboard_enabled, logger.mlflow_enabled", "none"),
     *used("run_name", "logger.wandb.name"),

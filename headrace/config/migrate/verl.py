@@ -81,6 +81,8 @@ def _algorithm(draft: Draft) -> None:
         case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
             draft.put("grpo.adv_estimator.name", "reinforce_plus_plus", name)
             draft.put("grpo.adv_estimator.minus_baseline", kind.endswith("baseline"), name)
+            if draft.value("algorithm.gamma") != 1:
+                draft.note("algorithm.gamma", "this estimator doesn't discount here")
         case "gdpo":
             draft.put("grpo.adv_estimator.name", "gdpo", name)
             draft.put("grpo.use_leave_one_out_baseline", False, name)
@@ -183,6 +185,8 @@ def _loss(draft: Draft) -> None:
             ACTOR + "clip_ratio",
             "verl itself reads clip_ratio_low and clip_ratio_high, which are 0.2 unless they are given",
         )
+    elif draft.is_given(ACTOR + "clip_ratio"):
+        draft.note(ACTOR + "clip_ratio", "the bounds are clip_ratio_low and clip_ratio_high", draft.same)
     mode, constant = draft.value(ACTOR + "loss_agg_mode"), draft.size(ACTOR + "loss_scale_factor")
     match draft.value(ACTOR + "policy_loss.loss_mode"):
         case "vanilla":
@@ -228,7 +232,7 @@ def _kl(draft: Draft) -> None:
     if in_loss and in_reward:
         draft.note("algorithm.use_kl_in_reward", "the penalty is in the rewards or in the loss; written is the loss")
     if in_loss:
-        draft.put(key, draft.value(ACTOR + "kl_loss_coef"), ACTOR + "kl_loss_coef")
+        draft.put(key, draft.value(ACTOR + "kl_loss_coef"), ACTOR + "kl_loss_coef", ACTOR + "use_kl_loss")
         names, kind = ACTOR + "kl_loss_type", str(draft.value(ACTOR + "kl_loss_type"))
     elif in_reward:
         takes = draft.section == "ppo" or draft.settings.get(("grpo", "adv_estimator", "name")) is not None
@@ -278,8 +282,12 @@ def _generation(draft: Draft) -> None:
         of + "do_sample",
         says="" if samples else "greedy",
     )
-    if samples and draft.value(of + "top_p") != draft.value(ROLLOUT + "top_p"):
-        draft.put(own + "val_top_p", float(draft.value(of + "top_p")), of + "top_p")
+    for name, kind in (("top_p", float), ("top_k", int)) if samples else ():
+        value = draft.value(of + name)
+        if value != draft.value(ROLLOUT + name):
+            draft.put(f"{own}val_{name}", kind(value), of + name)
+        elif draft.is_given(of + name):
+            draft.note(of + name, "as in training", draft.same)
     draft.put(f"{draft.section}.val_num_generations_per_prompt", draft.size(of + "n"), of + "n")
     for name, key in (
         ("tensor_model_parallel_size", "tensor_parallel_size"),
@@ -290,14 +298,8 @@ def _generation(draft: Draft) -> None:
     ):
         if ROLLOUT + name in draft.given:  # sizes of an engine are not the run's meaning
             draft.put(f"{own}vllm_cfg.{key}", draft.value(ROLLOUT + name), ROLLOUT + name)
-    template = {
-        name.partition("template_kwargs")[2].lstrip("."): value
-        for name, value in draft.given.items()
-        if name.startswith(("data.apply_chat_template_kwargs.", "data.chat_template_kwargs."))
-    }
-    if template:
-        names = [name for name in draft.given if "chat_template_kwargs." in name]
-        draft.put(("policy", "tokenizer", "chat_template_kwargs"), template, *names)
+    of_template = ("data.apply_chat_template_kwargs", "data.chat_template_kwargs")
+    _mapping(draft, of_template, ("policy", "tokenizer", "chat_template_kwargs"))
 
 
 def _model(draft: Draft) -> None:
@@ -319,13 +321,23 @@ def _model(draft: Draft) -> None:
         draft.copy(MODEL + "lora_alpha", "policy.lora_cfg.alpha")
         layers = draft.value(MODEL + "target_modules")
         put_adapted_layers(draft, layers, MODEL + "target_modules", MODEL + "exclude_modules")
-    if overrides := {
-        name.rpartition("override_config.")[2]: value
-        for name, value in draft.given.items()
-        if name.startswith(MODEL + "override_config.")
-    }:
-        names = [name for name in draft.given if name.startswith(MODEL + "override_config.")]
-        draft.put(("policy", "hf_config_overrides"), overrides, *names)
+    _mapping(draft, (MODEL + "override_config",), ("policy", "hf_config_overrides"))
+
+
+def _mapping(draft: Draft, prefixes: tuple[str, ...], key: tuple[str, ...]) -> None:
+    """Put a mapping, which a run gives as a whole, or by its keys."""
+    found: dict[str, Any] = {}
+    names = []
+    for name, value in draft.given.items():
+        for prefix in prefixes:
+            if name == prefix and isinstance(value, dict):
+                found |= value
+                names.append(name)
+            elif name.startswith(f"{prefix}."):
+                found[name.removeprefix(f"{prefix}.")] = value
+                names.append(name)
+    if found:
+        draft.put(key, found, *names)
 
 
 def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
@@ -350,9 +362,8 @@ def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
     names = [of + name for name in options if of + name in draft.given] or [of + "lr_scheduler_type"]
     own_total = draft.value(of + "total_training_steps")
     total = math.ceil(own_total / in_batch) if own_total > 0 else total
-    put_schedule(
-        draft, kind, warm if warm > 0 else share, total, in_batch, draft.value(of + "min_lr_ratio") or 0.0, names
-    )
+    rates = draft.value(of + "lr"), draft.value(of + "min_lr_ratio") or 0.0
+    put_schedule(draft, kind, warm if warm > 0 else share, total, in_batch, rates, names)
 
 
 def _value_model(draft: Draft) -> None:
@@ -423,7 +434,9 @@ def _environment(draft: Draft) -> None:
         )
     draft.put(("data", "default", "env_name"), name)
     for name in ("reward_model.reward_manager", "reward.reward_manager.name"):
-        if (manager := draft.value(name)) not in ("naive", "dapo", None):
+        if (manager := draft.value(name)) == "dapo":
+            draft.note(name, "it adds overlong_buffer alone", draft.same)
+        elif manager not in ("naive", None):
             draft.note(name, f"{manager}: a function gets one completion")
     _overlong(draft)
 

@@ -15,6 +15,8 @@ _ENGINE = "headrace shards models by FSDP2 and plans devices itself (docs/gpu.md
 _VLLM = "vLLM always generates, in its own processes; its sizes are policy.generation.vllm_cfg"
 _SCHEDULE = "policy.scheduler"
 _PACKING = "policy.sequence_packing"
+_GAE, _FILTER, _IN_REWARD = "the estimator gae", "algorithm.filter_groups.enable", "algorithm.use_kl_in_reward"
+_DYNAMIC, _OVERLONG, _WANDB = "use_dynamic_bsz", "overlong_buffer.enable", "wandb in trainer.logger"
 _REWARD = "env.NAME.target: FILE.py:FUNCTION"
 # How verl divides a model among devices, and computes it.
 _SHARDING = (
@@ -32,16 +34,16 @@ def _within(prefix: str, names: str) -> str:
 TABLE: tuple[Row, ...] = (
     # the algorithm
     *used("algorithm.adv_estimator", "grpo.adv_estimator.name, or a section `ppo` for gae", "gae"),
-    *used("algorithm.norm_adv_by_std_in_grpo", "grpo.normalize_rewards", True),
-    *used("algorithm.gamma", "ppo.adv_estimator.gae_gamma", 1.0),
-    *used("algorithm.lam", "ppo.adv_estimator.gae_lambda", 1.0),
+    *used("algorithm.norm_adv_by_std_in_grpo", "grpo.normalize_rewards", True, "the estimator grpo"),
+    *used("algorithm.gamma", "ppo.adv_estimator.gae_gamma", 1.0, _GAE),
+    *used("algorithm.lam", "ppo.adv_estimator.gae_lambda", 1.0, _GAE),
     *used("algorithm.use_kl_in_reward", "loss_fn.use_kl_in_reward", False),
-    *used("algorithm.kl_ctrl.kl_coef", "loss_fn.reference_policy_kl_penalty", 0.001),
-    *used("algorithm.kl_penalty", "loss_fn.reference_policy_kl_type", "kl"),
+    *used("algorithm.kl_ctrl.kl_coef", "loss_fn.reference_policy_kl_penalty", 0.001, _IN_REWARD),
+    *used("algorithm.kl_penalty", "loss_fn.reference_policy_kl_type", "kl", _IN_REWARD),
     *missing("algorithm.kl_ctrl.type", "the coefficient is fixed", "fixed"),
     *missing("algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl", "the coefficient is fixed", quiet=(10000, 0.1)),
     *used("algorithm.filter_groups.enable", "grpo.use_dynamic_sampling", False),
-    *used("algorithm.filter_groups.max_num_gen_batches", "grpo.dynamic_sampling_max_gen_batches", 0),
+    *used("algorithm.filter_groups.max_num_gen_batches", "grpo.dynamic_sampling_max_gen_batches", 0, _FILTER),
     *replaced(
         "algorithm.filter_groups.max_inflight_gen_batches",
         "the buffer keeps as many groups in flight as the age allows",
@@ -53,7 +55,12 @@ TABLE: tuple[Row, ...] = (
         quiet=("acc", "score", "seq_reward", "seq_final_reward"),
     ),
     *used("algorithm.rollout_correction.rollout_is", "loss_fn.use_importance_sampling_correction"),
-    *used("algorithm.rollout_correction.rollout_is_threshold", "loss_fn.truncated_importance_sampling_ratio", 2.0),
+    *used(
+        "algorithm.rollout_correction.rollout_is_threshold",
+        "loss_fn.truncated_importance_sampling_ratio",
+        2.0,
+        "rollout_is",
+    ),
     *used("algorithm.rollout_correction.bypass_mode", "loss_fn.prev_logprobs_source: generation", False),
     *missing(
         "algorithm.rollout_correction.*", "loss_fn.truncated_importance_sampling_type has tis, icepop and seq-mask-tis"
@@ -64,7 +71,7 @@ TABLE: tuple[Row, ...] = (
     *used("data.val_files", "data.validation[].data_path", "~/data/rlhf/gsm8k/test.parquet"),
     *used("data.prompt_key", "data.default.input_key", "prompt"),
     *used("data.train_batch_size", "{section}.num_prompts_per_step", 1024),
-    *used("data.gen_batch_size", "grpo.batch_multiplier"),
+    *used("data.gen_batch_size", "grpo.batch_multiplier", only_with=_FILTER),
     *used("data.max_prompt_length", "data.max_input_seq_length", 512),
     *used("data.max_response_length", "policy.generation.max_new_tokens", 512),
     *used("data.filter_overlong_prompts", "data.overlong_prompts", False),
@@ -134,13 +141,13 @@ TABLE: tuple[Row, ...] = (
     ),
     *used(_within(ACTOR, "ppo_micro_batch_size_per_gpu ppo_micro_batch_size"), "policy.train_micro_batch_size"),
     *used(_within(ACTOR, "use_dynamic_bsz"), _PACKING + ".enabled", False),
-    *used(_within(ACTOR, "ppo_max_token_len_per_gpu"), _PACKING + ".train_mb_tokens", 16384),
+    *used(_within(ACTOR, "ppo_max_token_len_per_gpu"), _PACKING + ".train_mb_tokens", 16384, _DYNAMIC),
     *used(_within(ACTOR, "clip_ratio"), "loss_fn.ratio_clip_min, loss_fn.ratio_clip_max", 0.2),
     *used(_within(ACTOR, "clip_ratio_low"), "loss_fn.ratio_clip_min", 0.2),
     *used(_within(ACTOR, "clip_ratio_high"), "loss_fn.ratio_clip_max", 0.2),
-    *used(_within(ACTOR, "clip_ratio_c"), "loss_fn.ratio_clip_c", 3.0),
+    *used(_within(ACTOR, "clip_ratio_c"), "loss_fn.ratio_clip_c", 3.0, "policy_loss.loss_mode vanilla"),
     *used(_within(ACTOR, "loss_agg_mode"), "loss_fn.token_level_loss, loss_fn.constant_length", "token-mean"),
-    *used(_within(ACTOR, "loss_scale_factor"), "loss_fn.constant_length"),
+    *used(_within(ACTOR, "loss_scale_factor"), "loss_fn.constant_length", only_with="seq-mean-token-sum-norm"),
     *used(_within(ACTOR, "policy_loss.loss_mode"), "loss_fn.sequence_level_importance_ratios", "vanilla"),
     *missing(_within(ACTOR, "policy_loss.* tau_pos tau_neg"), NO_SUCH_LOSS),
     *missing(
@@ -149,8 +156,8 @@ TABLE: tuple[Row, ...] = (
         0,
     ),
     *used(_within(ACTOR, "use_kl_loss"), "loss_fn.reference_policy_kl_penalty", False),
-    *used(_within(ACTOR, "kl_loss_coef"), "loss_fn.reference_policy_kl_penalty", 0.001),
-    *used(_within(ACTOR, "kl_loss_type"), "loss_fn.reference_policy_kl_type", "low_var_kl"),
+    *used(_within(ACTOR, "kl_loss_coef"), "loss_fn.reference_policy_kl_penalty", 0.001, "use_kl_loss"),
+    *used(_within(ACTOR, "kl_loss_type"), "loss_fn.reference_policy_kl_type", "low_var_kl", "use_kl_loss"),
     *used(_within(ACTOR, "ppo_epochs"), "ppo.ppo_epochs; 1 alone under grpo", 1),
     *missing(_within(ACTOR, "shuffle"), "a mini-batch is the next completions of the batch, by position"),
     *replaced(
@@ -160,16 +167,16 @@ TABLE: tuple[Row, ...] = (
     *replaced(_within(ACTOR, "checkpoint.*"), "a checkpoint has weights, optimizer and the run's state: checkpointing"),
     *replaced(_within(ACTOR, _SHARDING) + " " + _within(REF, _SHARDING), _ENGINE),
     *used(_within(REF, "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size"), "policy.logprob_batch_size"),
-    *used(_within(REF, "log_prob_max_token_len_per_gpu"), _PACKING + ".logprob_mb_tokens"),
+    *used(_within(REF, "log_prob_max_token_len_per_gpu"), _PACKING + ".logprob_mb_tokens", only_with=_DYNAMIC),
     # the model
     *used(_within(MODEL, "path"), "policy.model_name", "~/models/deepseek-llm-7b-chat"),
     *used(_within(MODEL, "tokenizer_path"), "policy.tokenizer.name"),
     *used(_within(MODEL, "enable_gradient_checkpointing"), "policy.activation_checkpointing", True),
     *used(_within(MODEL, "override_config*"), "policy.hf_config_overrides"),
     *used(_within(MODEL, "lora_rank"), "policy.lora_cfg.enabled, policy.lora_cfg.dim", 0),
-    *used(_within(MODEL, "lora_alpha"), "policy.lora_cfg.alpha", 16),
-    *used(_within(MODEL, "target_modules"), "policy.lora_cfg.target_modules", "all-linear"),
-    *used(_within(MODEL, "exclude_modules"), "policy.lora_cfg.exclude_modules"),
+    *used(_within(MODEL, "lora_alpha"), "policy.lora_cfg.alpha", 16, "lora_rank"),
+    *used(_within(MODEL, "target_modules"), "policy.lora_cfg.target_modules", "all-linear", "lora_rank"),
+    *used(_within(MODEL, "exclude_modules"), "policy.lora_cfg.exclude_modules", only_with="lora_rank"),
     *used(_within(MODEL, "use_remove_padding"), _PACKING + ".enabled", True),
     *missing(
         _within(MODEL, "trust_remote_code custom_chat_template external_lib lora_adapter_path mtp.enable"),
@@ -188,23 +195,22 @@ TABLE: tuple[Row, ...] = (
     *used(_within(ROLLOUT, "temperature"), "policy.generation.temperature", 1.0),
     *used(_within(ROLLOUT, "top_p"), "policy.generation.top_p", 1.0),
     *used(_within(ROLLOUT, "top_k"), "policy.generation.top_k", -1),
-    *used(
-        _within(ROLLOUT, "prompt_length response_length"),
-        "the same as data.max_prompt_length and data.max_response_length",
+    *missing(
+        _within(ROLLOUT, "prompt_length response_length"), "give data.max_prompt_length and data.max_response_length"
     ),
     *used(_within(ROLLOUT, "max_model_len"), "policy.max_total_sequence_length"),
     *used(_within(ROLLOUT, "val_kwargs.n"), "{section}.val_num_generations_per_prompt", 1),
     *used(_within(ROLLOUT, "val_kwargs.temperature"), "policy.generation.val_temperature", 0.0),
     *used(_within(ROLLOUT, "val_kwargs.do_sample"), "policy.generation.val_temperature", False),
-    *used(_within(ROLLOUT, "val_kwargs.top_p"), "policy.generation.val_top_p", 1.0),
-    *used(_within(ROLLOUT, "val_kwargs.top_k"), "policy.generation.val_top_k", -1),
+    *used(_within(ROLLOUT, "val_kwargs.top_p"), "policy.generation.val_top_p", 1.0, "val_kwargs.do_sample"),
+    *used(_within(ROLLOUT, "val_kwargs.top_k"), "policy.generation.val_top_k", -1, "val_kwargs.do_sample"),
     *used(_within(ROLLOUT, "tensor_model_parallel_size"), "policy.generation.vllm_cfg.tensor_parallel_size", 2),
     *used(_within(ROLLOUT, "gpu_memory_utilization"), "policy.generation.vllm_cfg.gpu_memory_utilization", 0.5),
     *used(_within(ROLLOUT, "enforce_eager"), "policy.generation.vllm_cfg.enforce_eager", False),
     *used(_within(ROLLOUT, "max_num_batched_tokens"), "policy.generation.vllm_cfg.max_num_batched_tokens", 8192),
     *used(_within(ROLLOUT, "max_num_seqs"), "policy.generation.vllm_cfg.max_num_seqs", 1024),
     *used(_within(ROLLOUT, "log_prob_micro_batch_size_per_gpu log_prob_micro_batch_size"), "policy.logprob_batch_size"),
-    *used(_within(ROLLOUT, "log_prob_max_token_len_per_gpu"), _PACKING + ".logprob_mb_tokens"),
+    *used(_within(ROLLOUT, "log_prob_max_token_len_per_gpu"), _PACKING + ".logprob_mb_tokens", only_with=_DYNAMIC),
     *missing(_within(ROLLOUT, "ignore_eos"), "a completion ends at its end token"),
     *missing(
         _within(ROLLOUT, "multi_turn.*"),
@@ -227,14 +233,18 @@ TABLE: tuple[Row, ...] = (
         _VLLM,
     ),
     # the value model
-    *used(_within(CRITIC, "optim.lr"), "value.optimizer.kwargs.lr", 1e-5),
-    *used(_within(CRITIC, "optim.weight_decay"), "value.optimizer.kwargs.weight_decay", 0.01),
-    *used(_within(CRITIC, "optim.clip_grad grad_clip"), "value.max_grad_norm", 1.0),
-    *used(_within(CRITIC, "model.path"), "value.model_name"),
-    *used(_within(CRITIC, "ppo_mini_batch_size"), "value.train_global_batch_size"),
-    *used(_within(CRITIC, "ppo_micro_batch_size_per_gpu ppo_micro_batch_size"), "value.train_micro_batch_size"),
-    *used(_within(CRITIC, "ppo_epochs"), "ppo.critic_ppo_epochs"),
-    *used(_within(CRITIC, "cliprange_value"), "value_loss_fn.cliprange", 0.5),
+    *used(_within(CRITIC, "optim.lr"), "value.optimizer.kwargs.lr", 1e-5, _GAE),
+    *used(_within(CRITIC, "optim.weight_decay"), "value.optimizer.kwargs.weight_decay", 0.01, _GAE),
+    *used(_within(CRITIC, "optim.clip_grad grad_clip"), "value.max_grad_norm", 1.0, _GAE),
+    *used(_within(CRITIC, "model.path"), "value.model_name", only_with=_GAE),
+    *used(_within(CRITIC, "ppo_mini_batch_size"), "value.train_global_batch_size", only_with=_GAE),
+    *used(
+        _within(CRITIC, "ppo_micro_batch_size_per_gpu ppo_micro_batch_size"),
+        "value.train_micro_batch_size",
+        only_with=_GAE,
+    ),
+    *used(_within(CRITIC, "ppo_epochs"), "ppo.critic_ppo_epochs", only_with=_GAE),
+    *used(_within(CRITIC, "cliprange_value"), "value_loss_fn.cliprange", 0.5, _GAE),
     *missing(_within(CRITIC, "optim.*"), "write torch's schedule: value.scheduler"),
     *replaced(
         _within(
@@ -245,24 +255,33 @@ TABLE: tuple[Row, ...] = (
         ),
         "the value model is trained as the policy is",
     ),
-    *used("trainer.critic_warmup", "ppo.policy_training_start_step", 0),
+    *used("trainer.critic_warmup", "ppo.policy_training_start_step", 0, _GAE),
     # rewards
     *used("custom_reward_function.path reward.custom_reward_function.path", _REWARD),
-    *used("custom_reward_function.name reward.custom_reward_function.name", _REWARD, "compute_score"),
+    *used("custom_reward_function.name reward.custom_reward_function.name", _REWARD, "compute_score", "its path"),
     *missing(
         "custom_reward_function.reward_kwargs* reward.custom_reward_function.reward_kwargs*",
         "make them defaults of the function's parameters",
     ),
     *used("reward_model.enable reward.reward_model.enable", "env.NAME of type reward_model", False),
-    *used("reward_model.model.path reward.reward_model.model_path", "env.NAME.model_name"),
+    *used(
+        "reward_model.model.path reward.reward_model.model_path", "env.NAME.model_name", only_with="reward_model.enable"
+    ),
     *used("reward_model.reward_manager reward.reward_manager.name", "env.NAME", "naive"),
     *used(
         "reward_model.reward_kwargs.overlong_buffer_cfg.* reward_model.overlong_buffer.* reward.reward_kwargs.overlong_buffer_cfg.*",
         "{section}.reward_shaping",
+        only_with=_OVERLONG,
+    ),
+    *replaced(
+        "reward_model.reward_kwargs.overlong_buffer_cfg.log reward_model.overlong_buffer.log "
+        "reward.reward_kwargs.overlong_buffer_cfg.log",
+        "the metrics of rewards before and after shaping are always written",
     ),
     *used(
         "reward_model.reward_kwargs.max_resp_len reward.reward_kwargs.max_resp_len",
         "{section}.reward_shaping.max_response_length",
+        only_with=_OVERLONG,
     ),
     *missing(
         "sandbox_fusion.* reward.sandbox_fusion.* reward_model.sandbox_fusion.*",
@@ -272,8 +291,8 @@ TABLE: tuple[Row, ...] = (
     # the run
     *used("trainer.total_epochs", "{section}.max_num_epochs", 30),
     *used("trainer.total_training_steps", "{section}.max_num_steps"),
-    *used("trainer.project_name", "logger.wandb.project", "verl_examples"),
-    *used("trainer.experiment_name", "logger.wandb.name", "gsm8k"),
+    *used("trainer.project_name", "logger.wandb.project", "verl_examples", _WANDB),
+    *used("trainer.experiment_name", "logger.wandb.name", "gsm8k", _WANDB),
     *used(
         "trainer.logger",
         "logger.wandb_enabled, logger.tensorboard_enabled, logger.mlflow_enabled",
@@ -283,7 +302,7 @@ TABLE: tuple[Row, ...] = (
     *used("trainer.test_freq", "{section}.val_period", -1),
     *used("trainer.val_before_train", "{section}.val_at_start", True),
     *missing("trainer.val_only", "`headrace eval RUN@STEP` evaluates", False),
-    *used("trainer.max_actor_ckpt_to_keep", "checkpointing.keep_top_k"),
+    *used("trainer.max_actor_ckpt_to_keep", "checkpointing.keep_top_k", only_with="trainer.save_freq"),
     *used("trainer.default_local_dir", "checkpointing.checkpoint_dir"),
     *used("trainer.log_val_generations", "logger.num_val_samples_to_print", 0),
     *replaced(

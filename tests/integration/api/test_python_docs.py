@@ -39,7 +39,7 @@ def workplace(
 
 
 def test_every_snippet_of_the_page_runs_as_it_stands(workplace: Path) -> None:
-    assert len(SNIPPETS) == 5
+    assert len(SNIPPETS) == 6
     (workplace / "script.py").write_text("\n".join(SNIPPETS))
     done = subprocess.run([sys.executable, "script.py"], cwd=workplace, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -86,6 +86,7 @@ def test_every_command_works_or_names_the_packages_that_it_needs(tmp_path: Path)
             "model": str(run),
             "output": str(tmp_path / "out"),
             "version": "1",
+            "most": "4",
             "step": "1",
             "env": "math",
             "name": "tiny",

@@ -417,18 +417,23 @@ with scratch_folder("headrace-killed-") as folder:
 """
 
 
+@pytest.mark.nightly  # by day other runs of this folder are stopped, below and while an evaluation starts, and tests/e2e kills the demo
 @pytest.mark.parametrize(
     ("signum", "code", "moment"),
     [
         (signal.SIGTERM, 143, "rollout-1: starting"),
-        # tests/e2e kills the demo, and unit/test_scratch.py a process that has a folder
-        pytest.param(signal.SIGKILL, -9, "rollout-1: starting", marks=pytest.mark.nightly),
-        pytest.param(signal.SIGKILL, -9, "step 1:", marks=pytest.mark.nightly),
-    ],  # the others stop other runs of this folder: an evaluation that starts, and runs above
+        (signal.SIGKILL, -9, "rollout-1: starting"),
+        (signal.SIGKILL, -9, "step 1:"),
+    ],
 )
 def test_however_it_is_stopped_no_process_is_left(up: Start, signum: int, code: int, moment: str) -> None:
     run = up(100_000, PAGELESS, reward="idle_reward", rollout="idle_rollout", trainer="talking_trainer")
     run.wait_for(moment)
+    check_stop(run, signum, code)
+
+
+def check_stop(run: Up, signum: int, code: int) -> None:
+    """It leaves no process, and no scratch folder of one that was killed."""
     abandoned = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False).stdout
     assert run.stop(signum) == []
     assert run.process.returncode == code
@@ -458,6 +463,7 @@ def test_each_service_sees_its_own_gpus_and_status_says_which(up: Start, folder:
     assert all(f"\n{line} (Stand-in, 80 GiB)" in run.said() for line in plan)
     said = status_of(folder)
     assert all(f" {line} (Stand-in, 80 GiB)" in said for line in plan)
+    check_stop(run, signal.SIGTERM, 143)
 
 
 @pytest.mark.parametrize("real", ["light"], indirect=True)

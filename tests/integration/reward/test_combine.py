@@ -130,6 +130,11 @@ def math(completions, **kwargs):
 """
 
 
+def count(environment: str, status: str) -> float:
+    labels = {"environment": environment, "status": status}
+    return prometheus_client.REGISTRY.get_sample_value("headrace_reward_results_total", labels) or 0.0
+
+
 @pytest.mark.parametrize(
     ("env", "rewards"),
     [
@@ -143,6 +148,7 @@ async def test_a_function_that_does_not_apply_is_left_out(
 ) -> None:
     (tmp_path / "rewards.py").write_text(FUNCTIONS)
     weights = {"fits": 1.0 if "combine" in env else 0.5, "math": 1.0}
+    before = {status: count("fits", status) for status in ("NOT_APPLICABLE", "INVALID")}
     parts = {name: {"target": f"{tmp_path}/rewards.py:{name}", "timeout_s": 20.0} for name in weights}
     async with start_hub(parts | {"both": {"type": "combine", "parts": weights, **env}}, workers=1) as hub:
         said = ("both", "fits alone", "math alone", "neither")
@@ -151,6 +157,8 @@ async def test_a_function_that_does_not_apply_is_left_out(
     assert [sorted(score.components) for score in scores] == [["fits", "math"], ["fits"], ["math"], []]
     assert scores[-1].status == "INVALID"
     assert scores[-1].message.startswith(("fits: ", "math: "))
+    assert count("fits", "NOT_APPLICABLE") == before["NOT_APPLICABLE"] + 2
+    assert count("fits", "INVALID") == before["INVALID"]
 
 
 async def test_a_part_that_cannot_be_reached_costs_nothing() -> None:

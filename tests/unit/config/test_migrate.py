@@ -439,6 +439,46 @@ def test_no_key_is_dropped_in_silence_whatever_its_value(value: str) -> None:
         assert isinstance(yaml.safe_load(draft.text("a command")), dict), name
 
 
+NOT_UNDERSTOOD = [
+    ("trl grpo --model_name_or_path Q", "dataset_name", "7"),
+    ("trl grpo --model_name_or_path Q", "output_dir", "true"),
+    ("algorithm.adv_estimator=grpo", "data.seed", "soon"),
+    ("algorithm.adv_estimator=gae", "algorithm.filter_groups.enable", "true"),
+    ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.response_length", "64"),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "value"), NOT_UNDERSTOOD)
+def test_a_value_that_nothing_takes_is_not_understood(command: str, name: str, value: str) -> None:
+    flag = "--" if command.startswith("trl") else ""
+    draft = (trl if flag else verl).migrate(f"{command} {flag}{name}={value}")
+    assert any(each.startswith(f"{name} {value}:") for each in draft.missing)
+    assert not any(name in each for each in draft.same)
+
+
+@pytest.mark.parametrize(("name", "on"), [("kl_loss_coef=0.5", "use_kl_loss"), ("clip_ratio_c=9", "loss_mode")])
+def test_a_key_without_its_switch_does_nothing(name: str, on: str) -> None:
+    mode = "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    draft = verl.migrate(f"algorithm.adv_estimator=grpo {mode} actor_rollout_ref.actor.{name}")
+    assert any(name.partition("=")[0] in each and on in each for each in draft.same)
+    assert draft.missing == []
+
+
+def test_a_cosine_ends_at_its_share_of_the_rate_even_of_a_default_one() -> None:
+    options = "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{min_lr_rate: 0.5}' --max_steps 100"
+    scheduler = trl.migrate(f"trl grpo --model_name_or_path Q {options}").values()["policy"]["scheduler"]
+    assert scheduler[0]["kwargs"] == {"T_max": 100, "eta_min": 5e-7}
+
+
+def test_a_mapping_may_be_given_as_a_whole() -> None:
+    draft = verl.migrate(
+        "algorithm.adv_estimator=grpo data.apply_chat_template_kwargs='{enable_thinking: false}' "
+        "actor_rollout_ref.model.override_config.attention_dropout=0.1"
+    )
+    assert draft.values()["policy"]["tokenizer"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert draft.values()["policy"]["hf_config_overrides"] == {"attention_dropout": 0.1}
+
+
 def test_a_key_that_is_the_same_here_takes_the_value() -> None:
     for row in trl.TABLE:
         if row.direct:

@@ -92,6 +92,18 @@ def test_what_raises_fails_its_sample_alone_with_its_line(file: Path, way: str) 
     assert zero.traceback.splitlines()[1].lstrip().startswith(f'File "{file}"')
 
 
+@pytest.mark.parametrize("raised", ["SystemExit", "asyncio.CancelledError", "GeneratorExit"])
+@pytest.mark.parametrize("way", ["def", "async def"])
+def test_whatever_is_raised_ends_one_sample(file: Path, way: str, raised: str) -> None:
+    text = (
+        f"import asyncio\n{way} reward(completions, **kwargs):\n"
+        f"    if any(c[0]['content'] == 'bad' for c in completions):\n        raise {raised}\n    return [1.0] * len(completions)\n"
+    )
+    good, bad = scored(loaded(file, text), [ask("good"), ask("bad")])
+    assert (good.status, good.reward, bad.status) == ("SCORED", 1.0, "FAILED")
+    assert bad.message.startswith(raised.rpartition(".")[2])
+
+
 def test_none_is_not_applicable_and_never_a_zero(file: Path) -> None:
     text = "def reward(completions, task, **kwargs):\n    return [None if t == 'code' else 1.0 for t in task]"
     math, code = scored(loaded(file, text), [ask("", task="math"), ask("", task="code")])

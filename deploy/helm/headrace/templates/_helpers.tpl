@@ -1,6 +1,6 @@
 {{/* The start of every object's name: the release's, and what the names of its pods need stays within 63 characters. */}}
 {{- define "headrace.fullname" -}}
-{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
+{{- .Release.Name | replace "." "-" | trunc 30 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* The name of a component's Service, and of its other objects. Usage: (list $ "replay") */}}
@@ -74,6 +74,21 @@ torchrun: 29500
 {{- $_ := set $arrows $name $own -}}
 {{- end -}}
 {{- toYaml $arrows -}}
+{{- end -}}
+
+{{/* The TCP ports that a component may open anywhere: those of the values, and of a Redis server of yours. */}}
+{{- define "headrace.outbound" -}}
+{{- $outbound := deepCopy .Values.networkPolicies.outbound -}}
+{{- if .Values.redis.url -}}
+{{- $ports := list -}}
+{{- range regexFindAll ":[0-9]+" .Values.redis.url -1 -}}
+{{- $ports = append $ports (trimPrefix ":" . | int) -}}
+{{- end -}}
+{{- range list "replay" "rollout" "trainer" "agents" -}}
+{{- $_ := set $outbound . (concat (index $outbound . | default list) ($ports | default (list 6379)) | uniq) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $outbound -}}
 {{- end -}}
 
 {{/* What a Secret of a component is called. Usage: (list $ "replay" "tls") */}}
@@ -232,7 +247,7 @@ Usage: (list $ "replay") */}}
 
 {{/* Everything restarts when the configuration changes: each service reads it when it starts. */}}
 {{- define "headrace.checksum" -}}
-headrace.dev/config: {{ sha256sum .Values.config }}
+checksum/config: {{ sha256sum .Values.config }}
 {{- end -}}
 
 {{/* A service that answers nothing for two minutes is replaced, as `headrace up` does. Usage: (list PORT SECONDS) */}}
@@ -386,7 +401,7 @@ spec:
           first="${HOSTNAME%-*}-0.{{ $service }}"
           is_host=false; if [ "$JOB_COMPLETION_INDEX" = 0 ]; then is_host=true; fi
           exec python -m headrace_services.trainer.launch {{ $ranks }} --nnodes {{ $nodes }} \
-            --rdzv-backend c10d --rdzv-endpoint "$first:{{ $ports.torchrun }}" --rdzv-conf "is_host=$is_host,join_timeout=1800" \
+            --rdzv-backend c10d --rdzv-endpoint "$first:{{ $ports.torchrun }}" --rdzv-conf "is_host=$is_host,join_timeout=1800,read_timeout=1800" \
             --shutdown-timeout {{ sub .Values.trainer.terminationGracePeriodSeconds 10 }} \
             -m headrace.cli trainer --config /etc/headrace/run.yaml
       {{- else if gt $ranks 1 }}

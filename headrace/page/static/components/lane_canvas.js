@@ -23,8 +23,8 @@ const OTHERS = 0.42;
 export const shade = (bar) =>
   kindOf(bar.what) === "generation" && Number.isFinite(bar.version) ? SHADES[bar.version % SHADES.length] : OTHERS;
 
-/** Pixels of a tick and its text. */
-const TICK_PX = 66;
+/** Pixels of a tick, with room for a time of day. */
+const TICK_PX = 60;
 
 const gutterOf = (width) => (width < 600 ? 84 : 150);
 
@@ -96,12 +96,16 @@ function outline(context, lane, bar, { x, width, gutter, y }, colour) {
 function drawAxis(context, range, place, paints) {
   const { x, width, gutter, height } = place;
   const { step, times } = ticks(range, Math.max(2, Math.floor((width - gutter) / TICK_PX)));
+  let free = 0;
   for (const time of times) {
     context.fillStyle = paints.grid;
     context.fillRect(x(time), AXIS - 4, 1, height);
     context.fillStyle = paints.faint;
     const text = tickText(time, step);
-    if (x(time) + 3 + context.measureText(text).width <= width) context.fillText(text, x(time) + 3, AXIS / 2);
+    const end = x(time) + 3 + context.measureText(text).width;
+    if (end > width || x(time) < free) continue;
+    context.fillText(text, x(time) + 3, AXIS / 2);
+    free = end + 4;
   }
 }
 

@@ -1,0 +1,108 @@
+"""`headrace autoscale`: as many replicas as a run that is up wants, on this machine or by a batch system."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import Annotated
+
+import typer
+
+from headrace.base.errors import ConfigError
+from headrace.base.printable import printable
+from headrace.cli.common import RunArgument
+from headrace.config import Config
+from headrace.launch import runs
+from headrace.launch.autoscaler import Further, Jobs, Processes, is_over, replica_command
+from headrace.launch.autoscaler import autoscale as keep
+from headrace.launch.supervisor import Supervisor, child_environ
+from headrace.net.credentials import buffer_url
+from headrace.net.service import stop_on_signals
+from headrace.replay import ReplayClient
+from headrace.run import now
+
+
+def autoscale(
+    run: RunArgument,
+    most: Annotated[
+        int,
+        typer.Option("--max", min=1, help="The most replicas, those of `headrace up` included.", show_default=False),
+    ],
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="N,…", help="GPUs of this machine that further replicas may take.", show_default=False),
+    ] = None,
+    submit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Start a replica by this command, which prints the job's id last.",
+            show_default=False,
+        ),
+    ] = None,
+    cancel: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="End the job {id} by this command, with SIGTERM.", show_default=False),
+    ] = None,
+) -> None:
+    """Start further replicas of a run that is up while its trainer waits for generation, and end them when fewer do as well.
+
+    It ends only what it started, and all of it at Ctrl-C or when the run is over. An ended replica gives back its groups with what it has
+    generated.
+    """
+    config = runs.find(run)
+    if is_over(config):
+        raise ConfigError(f"{run} is not up; start it with `headrace up {config.run_folder / runs.SAVED}`")
+    if most <= config.rollout.replicas:
+        raise ConfigError(
+            f"--max {most}: `headrace up` has started {config.rollout.replicas} replicas; give more than that"
+        )
+    if (submit is None) != (cancel is None):
+        raise ConfigError(
+            "--submit and --cancel belong together: what starts a job has to be ended by something; give both"
+        )
+    asyncio.run(_keep(config, most, devices, submit, cancel))
+
+
+async def _keep(config: Config, most: int, devices: str | None, submit: str | None, cancel: str | None) -> None:
+    def report(line: str) -> None:
+        typer.echo(printable(line), err=True)
+
+    supervisor = Supervisor(child_environ(os.environ, config.variables), report)
+    try:
+        further = choose(config, supervisor, most, devices, submit, cancel)
+        async with contextlib.aclosing(
+            await ReplayClient.connect(buffer_url(config, "reader"), config.run.id)
+        ) as client:
+            await keep(config, client, further, most, stop_on_signals(), report)
+    finally:
+        supervisor.close()
+
+
+def choose(
+    config: Config, supervisor: Supervisor, most: int, devices: str | None, submit: str | None, cancel: str | None
+) -> Further:
+    """Return what starts and ends further replicas: two commands, or else this machine. Raises `ConfigError`."""
+    if submit is not None and cancel is not None:
+        return Jobs(submit, cancel)
+    saved = config.run_folder.absolute() / runs.SAVED
+    return Processes(supervisor, replica_command(saved), saved.parent / "logs", _slices(config, devices, most))
+
+
+def _slices(config: Config, devices: str | None, most: int) -> list[str] | None:
+    """Return the devices of each further replica on this machine; None if replicas take none. Raises `ConfigError`."""
+    size, further = config.policy.generation.vllm_cfg.tensor_parallel_size, most - config.rollout.replicas
+    if devices is None:
+        known = now.read(config.run_folder)
+        if known is not None and any(replica.device == "cuda" for replica in known.replicas):
+            raise ConfigError(
+                f"the replicas of this run are on GPUs; give those of {further} more with --devices, {size} for each"
+            )
+        return None
+    names = [name.strip() for name in devices.split(",")]
+    if len(set(names)) < len(names) or not all(names) or len(names) < further * size:
+        raise ConfigError(
+            f"--devices {devices}: --max {most} needs {further * size} different GPUs for {further} further replicas, {size} for each"
+        )
+    return [",".join(names[start : start + size]) for start in range(0, further * size, size)]
