@@ -19,7 +19,8 @@ class Reward(NamedTuple):
 
 
 class Script(NamedTuple):
-    """What a script or a command says."""
+    """What a script or a command says. `given` are the arguments of the script's calls; `set_later` are the attributes of the configuration
+    that it sets afterwards, which count over a command's flags too."""
 
     given: dict[str, Any]
     rewards: list[Reward]
@@ -27,6 +28,7 @@ class Script(NamedTuple):
     evaluation: dict[str, Any] | None
     to_add: list[str]
     files: dict[str, str]
+    set_later: dict[str, Any]
 
 
 def read_script(path: Path, folder: Path, has_flags: bool) -> Script:
@@ -81,7 +83,7 @@ def read_script(path: Path, folder: Path, has_flags: bool) -> Script:
         files[_copy_name(path)] = _copy_functions(module, text, path.name, wanted, to_add)
     data = _data(trainer.get("train_dataset"), module, names, to_add)
     evaluation = _data(trainer.get("eval_dataset"), module, names, to_add) if "eval_dataset" in trainer else None
-    return Script(given, rewards, data, evaluation, to_add, files)
+    return Script(given, rewards, data, evaluation, to_add, files, _set_later(module, trainer.get("args"), names))
 
 
 _CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
@@ -106,6 +108,32 @@ def _assigned(module: ast.Module) -> dict[str, ast.expr]:
             if isinstance(target, ast.Name) and node.value is not None:  # type: ignore[attr-defined]
                 found.setdefault(target.id, []).append(node.value)  # type: ignore[attr-defined]
     return {name: values[0] for name, values in found.items() if len(values) == 1}
+
+
+def _set_later(module: ast.Module, config: ast.expr | None, names: dict[str, ast.expr]) -> dict[str, Any]:
+    """Return what the script sets as attributes of the `config` that it gives the trainer; `Unread` for one that only some runs set, or
+    that is set again."""
+    if not isinstance(config, ast.Name):
+        return {}
+    branches = [
+        each
+        for each in ast.walk(module)
+        if isinstance(each, ast.If | ast.For | ast.While | ast.Try)
+        and "__name__" not in ast.unparse(each).partition(":")[0]
+    ]
+    sometimes = {id(inner) for each in branches for inner in ast.walk(each)}
+    found: dict[str, Any] = {}
+    for node in ast.walk(module):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        for target in targets:
+            match target:
+                case ast.Attribute(value=ast.Name(id=name), attr=key) if name == config.id:
+                    read = isinstance(node, ast.Assign) and id(node) not in sometimes and key not in found
+                    value = node.value  # type: ignore[attr-defined]
+                    found[key] = _literal(value, names) if read else Unread(ast.unparse(value))
+    return found
 
 
 def _literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:

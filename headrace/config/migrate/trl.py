@@ -33,8 +33,8 @@ def migrate(source: str, processes: int = 1, steps: int | None = None, folder: P
     if len(words) == 1 and not files:
         raise ConfigError(f"{source} is not a file; give the path of the script, or a command in quotes")
     flags = _flags(words)
-    script = read_script(Path(files[0]), folder, bool(flags)) if files else Script({}, [], None, None, [], {})
-    given = {**script.given, **flags}
+    script = read_script(Path(files[0]), folder, bool(flags)) if files else Script({}, [], None, None, [], {}, {})
+    given = {**script.given, **flags, **script.set_later}
     for alias, own in (
         ("model_name_or_path", "model"),
         ("lora_r", "r"),

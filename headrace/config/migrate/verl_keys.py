@@ -91,12 +91,16 @@ TABLE: tuple[Row, ...] = (
         "data.custom_cls.* data.tool_config_path data.function_tool_path data.mm_processor_kwargs*",
         "rows of your own: data.train[].dataset_name FILE.py:NAME; tools: docs/agents.md",
     ),
+    *missing(
+        "data.image_* data.video_* data.audio_*",
+        "models of text alone are trained: choose a data set whose prompts are text",
+    ),
     *replaced("data.reward_fn_key", "the function gets the column data_source"),
     *replaced(
         "data.return_* data.dataloader_num_workers data.val_batch_size data.validation_shuffle "
         "data.filter_overlong_prompts_workers data.use_shm "
-        "data.image_* data.video_* data.audio_* data.filter_accuracy data.accuracy_* data.need_tools_kwargs data.trust_remote_code",
-        "the buffer has no loaders; models of text alone",
+        "data.filter_accuracy data.accuracy_* data.need_tools_kwargs data.trust_remote_code",
+        "the buffer has no loaders",
     ),
     # the policy's training
     *used(_within(ACTOR, "optim.lr"), "policy.optimizer.kwargs.lr", 1e-6),
@@ -305,8 +309,11 @@ TABLE: tuple[Row, ...] = (
         "trainer.resume_mode trainer.resume_from_path",
         "`headrace up` with the run's id continues it; `headrace rewind` goes back",
     ),
+    *missing(
+        "trainer.device", "trainer.device is auto, cuda or cpu; other accelerators are not used", "cuda", ("cpu",)
+    ),
     *replaced(
-        "trainer.n_gpus_per_node trainer.nnodes trainer.device",
+        "trainer.n_gpus_per_node trainer.nnodes",
         "`rollout.replicas` and `trainer.num_processes` divide the GPUs (docs/gpu.md)",
     ),
     *replaced(

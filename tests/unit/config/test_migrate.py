@@ -235,6 +235,27 @@ def test_the_flags_of_a_command_count_over_the_script(tmp_path: Path) -> None:
     assert draft.values()["env"]["accuracy_reward"] == {"target": "rewards.py:accuracy_reward"}
 
 
+def test_what_a_script_sets_after_it_read_its_flags_counts(tmp_path: Path) -> None:
+    """As TRL's own examples do."""
+    (tmp_path / "train.py").write_text(
+        "from trl import GRPOConfig, GRPOTrainer, TrlParser\n"
+        "if __name__ == '__main__':\n"
+        "    (training_args,) = TrlParser((GRPOConfig,)).parse_args_and_config()\n"
+        "    training_args.scale_rewards = False\n"
+        "    training_args.chat_template_kwargs = {'enable_thinking': False}\n"
+        "    training_args.beta = 0.1\n"
+        "    if training_args.beta:\n"
+        "        training_args.epsilon = 0.3\n"
+        "    GRPOTrainer(model='m', args=training_args, reward_funcs=[]).train()\n"
+    )
+    draft = trl.migrate(f"python {tmp_path / 'train.py'} --scale_rewards group --beta 0.2 --max_steps 5")
+    found = flat(draft.values())
+    assert found["grpo.normalize_rewards"] is False
+    assert found["policy.tokenizer.chat_template_kwargs.enable_thinking"] is False
+    assert found["loss_fn.reference_policy_kl_penalty"] == 0.1
+    assert any("epsilon" in line and "0.3" in line for line in draft.to_add)
+
+
 def test_rows_that_the_script_changes_ask_for_a_processor(tmp_path: Path) -> None:
     changed = 'train, held_out = load_dataset("org/set", split=["train[:5%]", "test[:5%]"])\ntrain = train.map(ask)\n'
     text = TRAINS.replace("def short", f"{changed}\ndef short").replace(
@@ -357,6 +378,12 @@ def test_a_run_of_verl_means_the_same_here(tmp_path: Path, keys: str, expected: 
     assert found["data.train"] == [{"data_path": f"{folder}/gsm8k.parquet"}, {"data_path": f"{folder}/math.parquet"}]
     assert found["policy.model_name"] == "Qwen/Qwen3-4B"
     assert draft.missing == []
+
+
+def test_images_and_other_accelerators_have_no_counterpart() -> None:
+    """They would be missed: they are more than what is not needed."""
+    draft = verl.migrate("data.image_key=images trainer.device=npu")
+    assert {line.split()[0] for line in draft.missing} >= {"data.image_key", "trainer.device"}
 
 
 def test_overrides_need_no_script() -> None:
