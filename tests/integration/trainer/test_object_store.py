@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,20 +85,16 @@ async def test_a_trainer_killed_in_an_upload_sends_the_rest(
     assert again == []
 
 
-async def test_training_waits_for_no_upload_and_its_end_for_all(
+async def test_what_a_signal_saves_is_in_the_store_when_it_ends(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path, s3: S3Server
 ) -> None:
-    """The end is by a signal, as a machine that is taken away gives it."""
-    trainer.settings["checkpointing"] |= {"store": "s3://bucket/runs", "save_period": 1}
-    goes_on = threading.Event()
-    s3.spoil = lambda method, name: None if "/step_" not in name or goes_on.wait(120) else 500
+    """As a machine that is taken away gives it."""
+    trainer.settings["checkpointing"] |= {"store": "s3://bucket/runs", "save_period": 1000}
+    trainer.settings["grpo"]["max_num_steps"] = 25  # it is stopped before
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         process = trainer.start()
-        await eventually(lambda: sum(line.kind == "train" for line in trainer.journal()) >= 2)
-        assert s3.names("manifests") == []
+        await eventually(lambda: any(line.kind == "train" for line in trainer.journal()))
         process.terminate()
-        goes_on.set()
         assert await ended(process) == EXIT_STOPPED, trainer.said()
-    saved = trainer.checkpoints().find_published()
-    assert len(saved) >= 2
-    assert stored(trainer) == saved
+    (saved,) = trainer.checkpoints().find_published()
+    assert stored(trainer) == [saved]
