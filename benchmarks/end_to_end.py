@@ -7,10 +7,11 @@ loss averaged over tokens, no KL, float32; the reward is the share of digits, gi
 shows that both learn the same: `demo` is `examples/arithmetic_tiny.yaml`, whose reward is 1 for the right sum. `reward` is that of the
 first step and the mean of the last five.
 
-The pipeline runs as `headrace up` starts it: generation, training and an environment in a process of its own, threads at their default
-(auto), weights at most one step old. TRL runs in one process, with one thread and with two, in a virtual environment of its own (made in
-the cache folder on first use; it wants a newer transformers). It gets the problems in the order in which the pipeline queues them. The
-first steps of each are left out of the times.
+TRL runs a script, with one thread and with two, in a virtual environment of its own (made in the cache folder on first use; it wants a
+newer transformers). The pipeline runs the same script as `headrace migrate trl` writes it, with the keys that TRL lacks (`OWN`); for `demo`
+it runs the example, and the script has its settings, and its problems in the order in which the pipeline queues them. It runs as `headrace
+up` starts it: generation, training and an environment in a process of its own, threads at their default (auto), weights at most one step
+old. The first steps of each are left out of the times.
 
 `limit` is the CPU seconds of a step spread evenly over the cores, sooner than which no step can be done; `load` the machine's in the last
 minute of the run, which is about the number of threads of compute where nothing else runs.
@@ -22,17 +23,16 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -40,7 +40,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.end_to_end_rewards import TOKENS
 from benchmarks.processes import PROCESSES, Meter, run
 from headrace.config import Config, load, threads
-from headrace_services.trainer.data import PromptOrder, load_problems
+from headrace.config.data import DataConfig
+from headrace_services.trainer.data import Problem, PromptOrder, load_problems
 from headrace_services.trainer.demo_models import tiny
 from tests.support.ports import free_port
 
@@ -51,6 +52,68 @@ PEER = ("torch==2.13.0", "trl==1.16.*")
 PROMPTS, GENERATIONS = 8, 8
 WARM_UP, LAST = 5, 5
 RUN_ID = "end-to-end"
+
+
+SCRIPT = """
+from datasets import load_dataset
+from end_to_end_rewards import {reward}
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+tokenizer = AutoTokenizer.from_pretrained({model!r})
+{end}
+trainer = GRPOTrainer(
+    model={model!r},
+    reward_funcs={function},
+    args=GRPOConfig(
+        output_dir={folder!r},
+        per_device_train_batch_size={batch},
+        num_generations={generations},
+        max_completion_length={tokens},
+        generation_kwargs={least},
+        max_steps={steps},
+        num_iterations=1,
+        beta=0.0,
+        epsilon=0.2,
+        loss_type="dapo",
+        scale_rewards="group",
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        learning_rate={lr},
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        shuffle_dataset=False,
+        seed={seed},
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    ),
+    train_dataset=load_dataset("json", data_files={data!r}, split="train"),
+    processing_class=tokenizer,
+)
+trainer.train()
+"""
+# What the pipeline has besides the settings of the script.
+OWN = {
+    "grpo.async_grpo.enabled": "true",
+    "grpo.async_grpo.max_trajectory_age_steps": 1,
+    "grpo.async_grpo.in_flight_weight_updates": "true",
+    "loss_fn.prev_logprobs_source": "generation",
+    "policy.max_total_sequence_length": 128,
+    # text that the tokenizer can't write, since the model has no end token
+    "policy.generation.stop_strings": "[never]",
+    # as many samples in a call as are scored at a time otherwise
+    "env.digits.max_batch_size": 4,
+    "replay.port": 0,
+    "rollout.device": "cpu",
+    "trainer.device": "cpu",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +132,12 @@ SIZES = {"0.8M": Size(128, 4, 4, 344, (0.0, 0.01)), "10M": Size(384, 6, 6, 960, 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is run once with each: a file that `headrace up` takes, and KEY=VALUE. The reward of digits takes `latency_s` for a sample; with
-    None the environment is built in."""
+    """What is run once with each: a script of TRL; and a file that `headrace up` takes, and KEY=VALUE. The reward of digits takes
+    `latency_s` for a sample; with None the environment is built in."""
 
     name: str
     steps: int
+    script: Path
     file: Path
     overrides: tuple[str, ...] = ()
     latency_s: float | None = None
@@ -174,14 +238,35 @@ def jobs(folder: Path, size: str, steps: int, seed: int) -> Iterator[Job]:
             "replay.port": 0,
             "reward.port": free_port(),
         }
-        yield Job(size, steps, EXAMPLE, tuple(f"{key}={value}" for key, value in changes.items()))
+        job = Job(size, steps, folder / "train.py", EXAMPLE, tuple(f"{key}={value}" for key, value in changes.items()))
+        config = job.config()
+        algorithm, (problems, _) = config.algorithm, load_problems(config.data)
+        order = PromptOrder(len(problems), algorithm.seed, config.data.shuffle, algorithm.max_num_epochs)
+        asked = [problems[order[place][1]] for place in range(steps * algorithm.num_prompts_per_step)]
+        write_script(job.script, config, asked, "exact")
+        yield job
         return
     make_model(model, SIZES[size])
     for latency_s in SIZES[size].latencies_s:
-        file = folder / f"{latency_s * 1000:.0f}ms" / "run.yaml"
-        file.parent.mkdir()
-        file.write_text(yaml.safe_dump(digits_config(model, steps, seed, file.parent / "runs")))
-        yield Job(size, steps, file, latency_s=latency_s)
+        script = folder / f"{latency_s * 1000:.0f}ms" / "train.py"
+        script.parent.mkdir()
+        asked, _ = load_problems(
+            DataConfig.model_validate(
+                {"train": {"dataset_name": "arithmetic", "env_name": "digits", "size": 3 * PROMPTS * steps, "seed": 1}}
+            )
+        )
+        write_script(script, digits_config(model, steps, seed), asked, "digits")
+        file = script.with_name("run.yaml")
+        run([sys.executable, "-m", "headrace.cli", "migrate", "trl", str(script), "--out", str(file)], {**os.environ})
+        own = {
+            **OWN,
+            "run.id": RUN_ID,
+            "run.dir": script.parent / "runs",
+            "replay.redis_port": free_port(),
+            "reward.port": free_port(),
+        }
+        overrides = tuple(f"{key}={value}" for key, value in own.items())
+        yield Job(size, steps, script, file, overrides, latency_s=latency_s)
 
 
 def make_model(directory: Path, size: Size) -> None:
@@ -211,34 +296,11 @@ def make_model(directory: Path, size: Size) -> None:
 
 
 def run_peer(job: Job, python: Path, peer_threads: int) -> Row:
-    config = job.config()
-    algorithm, data = config.algorithm, config.data
-    problems, _ = load_problems(data)
-    order = PromptOrder(len(problems), algorithm.seed, data.shuffle, algorithm.max_num_epochs)
-    count = job.steps * algorithm.num_prompts_per_step
-    told = {
-        "model": config.policy.model_name,
-        "problems": [
-            {"messages": list(each.messages), "extra_env_info": each.extra_env_info}
-            for each in (problems[order[place][1]] for place in range(count))
-        ],
-        "prompts": algorithm.num_prompts_per_step,
-        "generations": algorithm.num_generations_per_prompt,
-        "steps": job.steps,
-        "seed": algorithm.seed,
-        "threads": peer_threads,
-        "lr": config.policy.optimizer.kwargs.lr,
-        "tokens": config.policy.generation.max_new_tokens,
-        "latency_s": job.latency_s,
-    }
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(told, file)
-        file.flush()
-        # threads that wait as those of the pipeline's services do, no GPU, no model hub
-        environ = {"OMP_NUM_THREADS": str(peer_threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        words = [str(python), str(HERE / "end_to_end_peer.py"), file.name]
-        done = json.loads(run(words, os.environ | environ | job.environ).splitlines()[-1])
+    # threads that wait as those of the pipeline's services do, no GPU, no model hub
+    environ = {"OMP_NUM_THREADS": str(peer_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [str(python), str(HERE / "end_to_end_peer.py"), str(job.script), str(peer_threads)]
+    done = json.loads(run(words, os.environ | environ | job.environ).splitlines()[-1])
     if len(done["rewards"]) != job.steps:
         raise SystemExit(f"TRL logged {len(done['rewards'])} of {job.steps} rewards")
     cpu_s = {"its one process": mean_step(done["cpu_s"])}
@@ -270,40 +332,51 @@ def run_pipeline(job: Job) -> Row:
     return Row(job, "Headrace", f"{own.trainer} + {own.rollout}", step_s, rewards, cpu_s, load_average, where)
 
 
-def digits_config(model: Path, steps: int, seed: int, runs: Path) -> dict[str, Any]:
-    return {
-        "run": {"id": RUN_ID, "dir": str(runs)},
-        "grpo": {
-            "seed": seed,
-            "num_prompts_per_step": PROMPTS,
-            "num_generations_per_prompt": GENERATIONS,
-            "max_num_steps": steps,
-            "use_leave_one_out_baseline": False,
-            "val_period": 0,
-            "async_grpo": {"enabled": True, "max_trajectory_age_steps": 1, "in_flight_weight_updates": True},
-        },
-        "loss_fn": {"reference_policy_kl_penalty": 0, "prev_logprobs_source": "generation"},
-        "policy": {
-            "model_name": str(model),
-            "precision": "float32",
-            "max_total_sequence_length": 128,
-            "train_micro_batch_size": PROMPTS * GENERATIONS,
-            "optimizer": {"kwargs": {"lr": 1e-3, "weight_decay": 0.0}},
-            # text that the tokenizer can't write, since the model has no end token
-            "generation": {"max_new_tokens": TOKENS, "stop_strings": ["never"]},
-        },
-        "data": {
-            "train": {"dataset_name": "arithmetic", "size": 3 * PROMPTS * steps, "seed": 1},
-            "default": {"env_name": "digits"},
-        },
-        # as many samples in a call as are scored at a time otherwise
-        "env": {"digits": {"target": f"{HERE / 'end_to_end_rewards.py'}:digits", "max_batch_size": 4}},
-        "replay": {"redis_port": free_port(), "port": 0},
-        "reward": {"port": free_port()},
-        "rollout": {"device": "cpu"},
-        "trainer": {"device": "cpu"},
-        "checkpointing": {"save_period": 1_000_000, "metric_name": None},
-    }
+def digits_config(model: Path, steps: int, seed: int) -> Config:
+    """What both sides have of a job that measures time."""
+    return Config.model_validate(
+        {
+            "grpo": {
+                "seed": seed,
+                "num_prompts_per_step": PROMPTS,
+                "num_generations_per_prompt": GENERATIONS,
+                "max_num_steps": steps,
+            },
+            "policy": {
+                "model_name": str(model),
+                "optimizer": {"kwargs": {"lr": 1e-3}},
+                "generation": {"max_new_tokens": TOKENS},
+            },
+        }
+    )
+
+
+def write_script(script: Path, config: Config, problems: Sequence[Problem], reward: str) -> None:
+    """Write a job as a user of TRL has it: a script, its reward functions, and the file of its problems."""
+    data = script.with_name("problems.jsonl")
+    rows = ({"prompt": each.messages, "answer": each.extra_env_info["answer"]} for each in problems)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copy(HERE / "end_to_end_rewards.py", script.parent)
+    algorithm, policy = config.algorithm, config.policy
+    script.write_text(
+        SCRIPT.format(
+            reward=reward,
+            function=reward if reward == "digits" else "exact(tokenizer.eos_token_id)",
+            model=policy.model_name,
+            # a model without an end token, for TRL, which wants one
+            end="" if reward == "exact" else 'tokenizer.eos_token = "<eos>"',
+            folder=str(script.with_name("trl")),
+            batch=algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt,
+            generations=algorithm.num_generations_per_prompt,
+            tokens=policy.generation.max_new_tokens,
+            # until its end token, or as long as the pipeline's completions
+            least={} if reward == "exact" else {"min_new_tokens": policy.generation.max_new_tokens},
+            steps=algorithm.max_num_steps,
+            lr=policy.optimizer.kwargs.lr,
+            seed=algorithm.seed,
+            data=str(data),
+        )
+    )
 
 
 def mean_step(ends: list[float]) -> float:

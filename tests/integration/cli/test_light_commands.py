@@ -51,7 +51,10 @@ for words, command in leaves(typer.main.get_command(app), ()):
     arguments = []
     for each in command.params:
         if each.required or each.name in given["always"]:
-            value = given["by_command"].get(" ".join((*words, each.name))) or given["by_name"][each.name]
+            value = given["by_command"].get(" ".join((*words, each.name))) or given["by_name"].get(each.name)
+            if value is None:  # a command that watches until it is stopped: its help must do
+                arguments = ["--help"]
+                break
             arguments += [each.opts[0], value] if each.param_type_name == "option" else [value]
     for asked in ([*words, "--help"], [*words, *arguments]):
         code, out, err = 0, io.StringIO(), io.StringIO()
