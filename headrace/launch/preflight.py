@@ -122,15 +122,13 @@ def _look_at_store(config: Config, url: str) -> list[str]:
 
 def _check_templates(loaded: Loaded) -> list[str]:
     """Return a line for each template of a judge that fails."""
-    from headrace.env import judge_template  # Jinja is no package of the light installation
-
+    judges = {name: env for name, env in loaded.config.env.items() if isinstance(env, LLMJudgeConfig) and env.template}
     problems = []
-    for name, env in loaded.config.env.items():
-        if isinstance(env, LLMJudgeConfig):
-            try:
-                judge_template.check_template(name, env)
-            except ConfigError as error:
-                problems.append(f"{error}{loaded.origin(('env', name, 'template'))}")
+    for name, env in judges.items():
+        try:
+            load_entry_point("headrace.tools", "check-judge-template", "reward")(name, env)
+        except ConfigError as error:
+            problems.append(f"{error}{loaded.origin(('env', name, 'template'))}")
     return problems
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from headrace.config.environments import LLMJudgeConfig
 from headrace.env.environment import Sample
-from headrace.env.judge_template import JudgeTemplate, TemplateFails, check_template
 from headrace.records.score import Score
 from headrace_services.reward.environment_build import compute_build
 from headrace_services.reward.environments.base import score_truncated
@@ -20,6 +19,7 @@ from headrace_services.reward.hosted import Hosted
 from headrace_services.reward.judge.asking import Judges, Late, NotNow, VerdictStore
 from headrace_services.reward.judge.comparison import in_order, pairs_with
 from headrace_services.reward.judge.questions import Question, ask_about, ask_to_compare, reference_of
+from headrace_services.reward.judge.template import JudgeTemplate, TemplateFails, check_template
 from headrace_services.reward.judge.verdicts import (
     SAID,
     NoVerdict,

@@ -2,19 +2,22 @@
 `--nnodes` they are some of the ranks of several machines.
 
 torchrun exits with 1 whatever happened to its ranks, and 1 means "an error that you must fix". This program exits as the first rank that
-failed did, so that its parent knows whether to start it again.
+failed did, and with 70 if the machines lost each other, so that its parent knows whether to start it again.
 """
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import main as torchrun
 
-from headrace.net.service import admit
+from headrace.net.service import EXIT_INTERNAL_ERROR, admit
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,6 +32,9 @@ def main(arguments: Sequence[str]) -> int:
         return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
     except SignalException as error:
         return 128 + error.sigval.value
+    except (DistError, RendezvousError):  # another machine's torchrun has ended, or never came
+        traceback.print_exc()
+        return EXIT_INTERNAL_ERROR
     return 0
 
 

@@ -18,8 +18,8 @@ from headrace.base.errors import ConfigError
 from headrace.base.http_client import AnswerTooLarge, HttpAnswer, HttpClient, NotReached
 from headrace.base.tls import client_context
 from headrace.config.environments import JudgeConfig, LLMJudgeConfig
-from headrace.env.judge_template import JudgeTemplate
 from headrace_services.reward.judge.questions import Question, make_request
+from headrace_services.reward.judge.template import JudgeTemplate
 from headrace_services.reward.judge.verdicts import (
     NoVerdict,
     Scale,

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.config.environments import JudgeConfig, LLMJudgeConfig
 from headrace.env.environment import Sample
-from headrace.env.judge_template import JudgeTemplate, Own
+from headrace_services.reward.judge.template import JudgeTemplate, Own
 from headrace_services.reward.judge.verdicts import Kind, Scale
 
 _AS_JSON = """\

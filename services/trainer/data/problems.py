@@ -101,8 +101,6 @@ def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     code makes, only the first. Data sets of the Hugging Face Hub are not read."""
     for part, number, key, source in _numbered(data):
         keys = ("data", part, str(number))
-        if source.dataset_name in ("reasoning_gym", "verifiers") or on_the_hub(source):
-            continue
         for option, message in _find_faults(source, number, key, part == "validation"):
             yield (*keys, option) if option else keys, message
     if not data.train:
@@ -113,7 +111,10 @@ def _find_faults(source: DataSourceConfig, number: int, key: str, held_out: bool
     """Yield the key at fault and what is wrong with a source."""
     faults = faults_of(source, key)
     try:
-        problems = _usable(_Template.of(source, number), key, _NO_ENV, faults, held_out=held_out)
+        template = _Template.of(source, number)
+        if source.dataset_name in ("reasoning_gym", "verifiers") or on_the_hub(source):
+            return
+        problems = _usable(template, key, _NO_ENV, faults, held_out=held_out)
         if next(problems, None) is None and not faults:
             yield "data_path", f"{key}.data_path {source.data_path}: it has no problem; give one per line"
         if source.data_path is not None and source.processor is None:

@@ -19,9 +19,6 @@ BEFORE_THE_FIRST_STEP = {
     "services/trainer/data/prompts.py": {
         "data.train",
         "data.use_multiple_dataloader",
-        "data.overlong_prompts",
-        "data.max_input_seq_length",
-        "policy.max_total_sequence_length",
         "policy.tokenizer.name",
         "policy.tokenizer.chat_template",
         "policy.tokenizer.chat_template_kwargs",

@@ -56,6 +56,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "judges": {"judges": [JUDGE, JUDGE]},
     "rubric": {"rubric": "Is it short?"},
     "scale": {"scale": (1, 3)},
+    "template": {"template": "{{ completion }} {{ rubric }}"},
+    "compare": {"compare": "group"},
+    "opponents": {"compare": "pairs", "opponents": 2},
+    "samples": {"samples": 2},
+    "retries": {"retries": 0},
     "vote": {"vote": "majority", "threshold": 0.5},
     "budget": {"budget": 9},
     "concurrency": {"concurrency": 1},
@@ -80,10 +85,11 @@ OTHER_OF_JUDGE: dict[str, Any] = {
     "tls_ca": "ca.pem",
     "temperature": 1.0,
     "max_tokens": 64,
+    "seed": 1,
 }
 IDLE = {
     "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
-    "budget", "concurrency", "batch_size", "max_model_len", "api_key_file", "tls_ca",
+    "budget", "concurrency", "retries", "batch_size", "max_model_len", "api_key_file", "tls_ca",
     "device",  # the process of the model says where it computes
 }  # fmt: skip
 # `code`: of a program that ran out of its own time, the tests for which no time is left are failed.

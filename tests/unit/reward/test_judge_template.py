@@ -8,8 +8,8 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.config.environments import LLMJudgeConfig
-from headrace.env import judge_template
-from headrace.env.judge_template import JudgeTemplate, Own, TemplateFails, check_template, find_problem
+from headrace_services.reward.judge import template
+from headrace_services.reward.judge.template import JudgeTemplate, Own, TemplateFails, check_template, find_problem
 
 MARK = "f00d"
 
@@ -59,8 +59,8 @@ def test_a_template_that_fails_on_a_row_fails(source: str) -> None:
 
 
 def test_a_template_prints_no_more_than_a_judge_is_to_read() -> None:
-    completion = "a" * (judge_template.MOST_CHARACTERS // 4)
-    with pytest.raises(TemplateFails, match=str(judge_template.MOST_CHARACTERS)):
+    completion = "a" * (template.MOST_CHARACTERS // 4)
+    with pytest.raises(TemplateFails, match=str(template.MOST_CHARACTERS)):
         rendered("{% for _ in range(9) %}{{ completion }}{% endfor %}", completion=completion)
 
 

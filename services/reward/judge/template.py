@@ -134,7 +134,7 @@ def check_template(name: str, env: LLMJudgeConfig) -> None:
     told = json.dumps({"source": env.template, "rubric": env.rubric, "scale": list(env.scale), "shown": shown})
     try:
         checked = subprocess.run(
-            [sys.executable, "-P", "-m", "headrace.env.judge_template"],
+            [sys.executable, "-P", "-m", "headrace_services.reward.judge.template"],
             input=told.encode(),
             capture_output=True,
             timeout=10 * _CHECK_S,
