@@ -59,7 +59,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "template": {"template": "{{ completion }} {{ rubric }}"},
     "compare": {"compare": "group"},
     "opponents": {"compare": "pairs", "opponents": 2},
-    "samples": {"samples": 2},
+    "samples": {"samples": 2, "judges": [{**JUDGE, "temperature": 1.0}]},
     "retries": {"retries": 0},
     "vote": {"vote": "majority", "threshold": 0.5},
     "budget": {"budget": 9},
