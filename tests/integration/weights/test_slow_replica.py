@@ -98,7 +98,7 @@ async def test_a_refit_waits_for_a_slow_replica_within_its_time(
         await trainer.sender.aclose()
 
 
-# By day `unit/weights/test_membership.py` tells by the same counts who is left out. Beside seven others, one run of many found nobody behind.
+# By day `unit/weights/test_membership.py` tells by the same counts who is left out. One run of many, beside seven others, found nobody.
 @pytest.mark.nightly
 async def test_one_that_is_too_slow_keeps_no_other_from_the_weights(
     replay: ReplayClient, redis_url: str, tiny_model: Path
