@@ -99,13 +99,13 @@ types: $(STAMP)
 
 # Each file goes to one process as a whole: its tests share what they start. HEADRACE_TEST_SEED=N repeats the random cases of a session.
 tests: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 $(TESTS)
 
 test: style
 	$(MAKE) -j2 types tests
 
 test-all: style
-	$(MAKE) -j2 types tests TESTS='--nightly $(TESTS)'
+	$(MAKE) -j2 types tests TESTS='--nightly -o faulthandler_timeout=7200 $(TESTS)'
 	$(MAKE) chaos
 
 chaos: $(STAMP)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import datetime
 import fcntl
+import functools
+import inspect
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of the processes that share the tests
         config.option.hypothesis_seed = config.workerinput["hypothesis_seed"]
         return
+    config.pluginmanager.register(_Failures(config))
     unit = all(Path(each).resolve().is_relative_to(UNIT) for each in config.args)
     if not unit and (problem := requirements.missing()):
         raise pytest.UsageError(problem)
@@ -160,7 +164,37 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
+class _Failures:
+    """Says a failure at once, in the process that prints: a run that is ended from outside would tell none."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            last = report.longreprtext.rstrip().rpartition("\n")[2]
+            self._config.get_terminal_writer().line(f"\n{report.when} failed: {report.nodeid}: {last}")
+
+
+def _end_in_time(item: pytest.Function) -> None:
+    """Has an async test end a little before its time is over. The alarm of pytest-timeout raises in whatever runs then: in a task beside
+    the test it would end that task alone, and the test would wait for ever."""
+    test: Callable[..., Any] = item.obj
+    mark = item.get_closest_marker("timeout")
+    limit_s = 0.9 * float(mark.args[0] if mark else item.config.getini("timeout"))
+
+    @functools.wraps(test)
+    async def ended_in_time(*args: Any, **kwargs: Any) -> None:
+        async with asyncio.timeout(limit_s or None):
+            await test(*args, **kwargs)
+
+    item.obj = ended_in_time
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            _end_in_time(item)
     if config.getoption("nightly"):
         return
     nightly = [item for item in items if item.get_closest_marker("nightly")]
