@@ -24,6 +24,7 @@ from headrace.run.group_history import GroupHistory
 from headrace.run.group_query import GroupQuery
 from headrace.run.metric_names import unknown
 from headrace.run.sample_files import SampleFiles
+from headrace_services.refit.rendezvous import Announcement
 from headrace_services.trainer.control.resume import restore_reason
 from tests.support.processes import is_stopped
 from tests.support.small_replica import SmallReplica, installed, running, score_all
@@ -135,7 +136,9 @@ async def test_law_6_liveness_an_epoch_that_nobody_drives_is_ended(
 
         await eventually(lambda: epoch_is("done"))
         timeline = (await replay.state()).timeline
-        stray = await replay.open_epoch("late", 1, timeline, {})
+        stray = await replay.open_epoch(
+            "late", 1, timeline, Announcement((replica.id,)).encode()
+        )  # nobody acknowledges it
         assert stray.members == (replica.id,)
         await eventually(lambda: epoch_is("aborted"))
         async with running(score_all(replay)):
