@@ -8,6 +8,7 @@ register('drained', {timeline = text, last = text}, function(run, call)
   require_timeline(run, call.timeline)
   local ms, number = string.match(call.last, '^(%d+)-(%d+)$')
   if not ms then refuse('HR_INVALID', 'last is ' .. show(call.last) .. ', not the id of an entry') end
-  redis.call('XTRIM', run.key .. ':history', 'MINID', ms .. '-' .. string.format('%d', number + 1))
+  local first, second = natural(tonumber(ms), 'the time of last'), natural(tonumber(number), 'the number of last')
+  redis.call('XTRIM', run.key .. ':history', 'MINID', string.format('%d-%d', first, second + 1))
   return 1
 end)
