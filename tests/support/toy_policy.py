@@ -48,8 +48,8 @@ class ToyPolicy:
                 tokens += [THINK, *encode(message["reasoning"]), THOUGHT]
             tokens += encode(_text(message.get("content")))
             for call in message.get("tool_calls") or ():
-                arguments = json.loads(call["function"]["arguments"])
-                tokens += [CALL, *encode(call["function"]["name"] + json.dumps(arguments, sort_keys=True)), CALLED]
+                arguments = json.dumps(_arguments(call["function"].get("arguments")), sort_keys=True)
+                tokens += [CALL, *encode(call["function"]["name"] + arguments), CALLED]
             if message["role"] != "assistant" or self.ends_answers:
                 tokens += [END, ord("\n")]
         return tokens if answered else [*tokens, ASSISTANT]
@@ -105,6 +105,16 @@ class ToyPolicy:
             text = text.partition(sampled.stop_reason)[0]
         message["content"] = text or None
         return message
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """Return the arguments of an earlier call as vLLM has its template see them: what is no JSON object is an empty one."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = None
+    return given if isinstance(given, dict) else {}
 
 
 def _text(content: Any) -> str:
