@@ -68,10 +68,9 @@ async def test_malformed_requests(messages: int, session_seed: int) -> None:
             )
             try:
                 response = await client.send(request)
-            except (
-                httpx.HTTPError
-            ) as error:  # who is told that a body is too large may still be sending it, and not get to read that
-                assert len(request.content) > MOST_BYTES, (error, headers, request.content)
+            except httpx.HTTPError:
+                # who is told that a body is too large may still be sending it, and not get to read that
+                assert len(request.content) > MOST_BYTES
                 continue
             statuses.add(response.status_code)
             assert response.status_code in (200, 400, 413, 429), response.text
