@@ -172,7 +172,9 @@ class _Failures:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)  # pytest has none of a process that ended, and of errors in a fixture
+            crash = getattr(
+                report.longrepr, "reprcrash", None
+            )  # pytest has none of a process that ended, and of errors in a fixture
             said = crash.message if crash else report.longreprtext
             self._config.get_terminal_writer().line(f"\n{report.when} failed: {report.nodeid}: {said:.2000}")
 

@@ -104,7 +104,7 @@ def write_file(folder: Path, columns: Mapping[str, Sequence[Any]]) -> Path:
     parquet = import_parquet()
     ids = columns["id"]
     path = folder / _name(0, parse_cursor(ids[0]), parse_cursor(ids[-1]))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # not its parents, so that a run whose folder was deleted does not make it again
     with atomic_write(path) as unfinished:
         parquet.write_table(_table(columns), unfinished, row_group_size=_PART, compression="zstd")
         fsync(unfinished)

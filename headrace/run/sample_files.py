@@ -69,12 +69,18 @@ class SampleFiles:
         self.folder = folder
         self.keep = keep
         self.most_bytes = most_bytes
+        self._made = False
         self._bounding = threading.Lock()  # steps and validations are written by different threads
 
     @classmethod
     def of(cls, config: Config) -> SampleFiles:
         """Return the sample files of the run with this configuration."""
         return cls(config.log_folder, config.logger.keep_step_data, config.logger.keep_step_data_bytes)
+
+    def make_folder(self) -> None:
+        """Make the folder; its parents only once, so that a run whose folder was deleted does not make it again."""
+        self.folder.mkdir(parents=not self._made, exist_ok=True)
+        self._made = True
 
     @property
     def wanted(self) -> bool:
@@ -133,7 +139,7 @@ class SampleFiles:
             return
         path = self.path(kind, step)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.make_folder()
             with atomic_write(path) as unfinished, unfinished.open("wb") as file:
                 write_lines(file, ((_key(each), msgspec.json.encode(each) + b"\n") for each in records))
             self._bound()
@@ -176,7 +182,7 @@ class SampleFiles:
             return
         path = self.folder / FAILED
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.make_folder()
             cut_torn_line(path)
             if path.exists() and path.stat().st_size >= segment_bytes:
                 path.replace(self._older_failed)

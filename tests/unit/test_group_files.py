@@ -29,6 +29,12 @@ def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert [(event.what, event.group) for event in some] == [(event.what, None) for event in told]
 
 
+def test_a_deleted_run_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "run" / "groups", events(*life("a", 0)))
+    assert not [*tmp_path.iterdir()]
+
+
 OF_PROMPT = ("epoch", "task", "prompt", "messages", "expected", "file", "line")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from headrace.base.errors import CodecError
+from headrace.base.errors import CodecError, ServiceError
 from headrace.records.score import Score
 from headrace.records.trajectory import Group, Sampling, Span
 from headrace.run.sample_files import FAILED, SampleFiles
@@ -99,6 +100,16 @@ def test_of_completions_that_failed_two_files_stay(tmp_path: Path) -> None:
     assert [sample.group for sample in files.read_failed()] == ["g4", "g5"]
     SampleFiles(tmp_path / "none", 0).append_failed([sample("a", 0, None)])  # type: ignore[list-item]
     assert not (tmp_path / "none").exists()
+
+
+def test_a_deleted_run_is_not_made_again(tmp_path: Path) -> None:
+    files = SampleFiles(tmp_path / "run" / "logs", None)
+    files.write("train", 0, [])
+    shutil.rmtree(tmp_path / "run")
+    for again in (lambda: files.write("train", 1, []), lambda: files.append_failed([sample("a", 0, None)])):  # type: ignore[list-item]
+        with pytest.raises(ServiceError, match="No such file"):
+            again()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_half_line_of_a_killed_scorer_is_left_out(tmp_path: Path) -> None:

@@ -510,7 +510,7 @@ def draw_disagreement(batch: Batch, chosen: Sequence[int], step: int, path: Path
     figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper right", fontsize=9, frameon=False, ncols=3)
     rows[-1].set_xlabel("token of the completion")
     figure.suptitle(f"Step {step}: where trainer and inference disagree most", fontsize=12, x=0.01, ha="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     with atomic_write(path) as unfinished:
         figure.savefig(unfinished)
 

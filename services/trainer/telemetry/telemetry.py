@@ -191,6 +191,7 @@ class Telemetry:
         picture = None
         if worst := alarm.worst(batch):
             picture = alarm.picture_path(self._folder, step)
+            self._samples.make_folder()
             draw_disagreement(batch, worst, step, picture)
             alarm.drop_old_pictures(self._folder)
         log.warning("%s", alarm.disagreement_message(step, found, alarm.error_by_age(batch), picture))

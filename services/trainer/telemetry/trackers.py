@@ -471,7 +471,7 @@ class TrackerThread:
 
     def _save(self, position: Position) -> None:
         self._position = position
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._samples.make_folder()
         with atomic_write(self._file) as unfinished:
             unfinished.write_bytes(msgspec.json.encode(position))
             fsync(unfinished)
