@@ -153,14 +153,19 @@ def leaving_name(version: int, timeline: str) -> str:
 
 def read_chain(folder: Path) -> list[Start]:
     """Return every start so far. Raises `ServiceError` for lines that `append_start` did not write."""
+    return read_starts(folder) or first_chain(
+        {version: (state.timeline, state.ancestors) for version, state in _states(folder).items() if state}
+    )
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """Return every start in this folder so far: none where its checkpoints are from elsewhere. Raises as `read_chain` does."""
     path = folder / CHAIN
     try:
         whole, _, _ = path.read_bytes().rpartition(b"\n")  # a trainer may have died while writing the last line
         return [msgspec.json.decode(line, type=Start) for line in whole.splitlines()]
     except FileNotFoundError:
-        return first_chain(
-            {version: (state.timeline, state.ancestors) for version, state in _states(folder).items() if state}
-        )
+        return []
     except UNREADABLE as error:
         raise ServiceError(
             f"{path} can't be read ({error}); move it away, and a new one is made from the existing checkpoints"
@@ -171,7 +176,7 @@ def append_start(folder: Path, start: Start) -> None:
     """Add a start to the chain. Once this returns, it survives a power cut. Raises `OSError`, and `ServiceError` as `read_chain` does."""
     path = folder / CHAIN
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [start] if path.exists() else [*read_chain(folder), start]
+    lines = [start] if read_starts(folder) else [*read_chain(folder), start]
     with path.open("ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)  # drops the line that a trainer was writing when it died
