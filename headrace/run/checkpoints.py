@@ -188,7 +188,7 @@ def append_start(folder: Path, start: Start) -> None:
 
 def find_published(folder: Path) -> list[int]:
     """Return the versions that a trainer may resume from, oldest first: complete checkpoints on the chain. Raises as `read_chain` does."""
-    return on_chain(read_chain(folder), _timelines(folder))
+    return on_chain(read_chain(folder), read_timelines(folder))
 
 
 def metrics_name(timeline: str) -> str:
@@ -333,12 +333,13 @@ def list_set_aside(folder: Path) -> list[str]:
 
 def find_abandoned(folder: Path) -> dict[int, str]:
     """Return the complete checkpoints off the chain, each with its timeline. Raises as `read_chain` does."""
-    found = _timelines(folder)
+    found = read_timelines(folder)
     kept = on_chain(read_chain(folder), found)
     return {version: timeline for version, timeline in found.items() if timeline is not None and version not in kept}
 
 
-def _timelines(folder: Path) -> dict[int, str | None]:
+def read_timelines(folder: Path) -> dict[int, str | None]:
+    """Return the timeline of every complete checkpoint, on the chain or off it; None where it can't be read."""
     return {version: state.timeline if state else None for version, state in _states(folder).items()}
 
 
