@@ -198,6 +198,12 @@ class RunStore:
     def count_starts(self) -> int:
         return len(self._list("starts"))
 
+    def say_lost(self, what: str) -> str:
+        return (
+            f"{self.url} has lost {what}, so its chain is not whole. Restore the objects in starts/, and let no rule of the bucket remove "
+            "any; or, where the run's folder is, remove this one of the store, and it is sent again"
+        )
+
     # -- who is at work
 
     def read_owner(self, timeline: str) -> Owner | None:
@@ -214,10 +220,14 @@ class RunStore:
     # -- checkpoints
 
     def manifests(self, starts: Sequence[Start]) -> dict[int, str]:
-        """Return the name of the manifest of each checkpoint on the chain of `starts`, by version, ascending."""
+        """Return the name of the manifest of each checkpoint on the chain of `starts`, by version, ascending. Raises `CodecError` if that
+        lacks the start of a trainer that has published one."""
         found: dict[int, str] = {}
+        timelines = {start.timeline for start in starts}
         for name in self._list("manifests"):
             match = _MANIFEST.fullmatch(name.removeprefix("manifests/"))
+            if match and match[2] not in timelines:
+                raise CodecError(self.say_lost(f"the start of {name}"))
             if match and on_chain(starts, {int(match[1]): match[2]}):
                 found[int(match[1])] = name
         return dict(sorted(found.items()))

@@ -117,9 +117,10 @@ def fetch_newest(
     `stopped` meanwhile.
     """
     folder, starts = config.checkpoint_folder, store.starts()
+    there = store.manifests(starts)
     if not starts or is_of(folder, starts):
         return None
-    here, there = checkpoints.find_published(folder), store.manifests(starts)
+    here = checkpoints.find_published(folder)
     if here:
         timeline = checkpoints.read_timelines(folder)[here[-1]]
         if checkpoints.read_starts(folder) or timeline not in (None, find_timeline(starts, here[-1])):

@@ -193,7 +193,7 @@ class Uploads:
                 failures = 0
                 if self._problem:
                     self._say("")
-            except (HeadraceError, *UNREADABLE) as error:
+            except (HeadraceError, *UNREADABLE, RuntimeError) as error:  # such as of a thread that can't be started
                 if self._closing.is_set():
                     return
                 failures += 1
@@ -276,7 +276,9 @@ class Uploads:
 
     def _require_newest(self) -> None:
         """Raise `ServiceError`, and end this trainer, if another has taken over the run."""
-        if self._store.count_starts() != len(self._starts):
+        if (lost := len(self._starts) - self._store.count_starts()) > 0:
+            raise ServiceError(self._store.say_lost(f"{lost} of the run's {len(self._starts)} starts"))
+        if lost < 0:
             newest = self._store.starts()[-1]
             self._ended_by = ServiceError(
                 f"{self._store.url}: another trainer has taken over the run (timeline {newest.timeline}, from version {newest.version}). "

@@ -9,11 +9,12 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
 
-from headrace.base.errors import ConfigError, MissingPackage, Restartable, ServiceError
+from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
 from headrace.base.files import link_or_copy
 from headrace.run import object_store, stored_run
 from headrace.run.checkpoints import DAMAGE, LOCK, STATE, FolderLock, find_change
@@ -233,6 +234,32 @@ def test_what_the_store_says_is_in_conflict_is_sent_again(s3: S3Server, machine:
     first.finish()
     assert first.stored() == [10]
     assert first.uploads.take_metrics()["store_failures"] == 1
+
+
+def test_a_thread_that_can_not_be_started_is_told(s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = machine("first")
+    first.start("t1")
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "ThreadPoolExecutor", Mock(side_effect=RuntimeError("can't start new thread")))
+        first.publish(10)
+        wait_until(lambda: any("thread" in line for line in list_problems(first.config.checkpoint_folder)))
+    first.finish()
+    assert first.stored() == [10]
+
+
+def test_a_chain_that_a_rule_of_the_bucket_has_removed_is_told(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    del s3.objects[s3.names("starts")[0]]
+    first.publish(20)
+    wait_until(lambda: any("starts/" in line for line in list_problems(first.config.checkpoint_folder)))
+    first.uploads.poll()
+    first.uploads.close()
+    # another machine does not begin anew
+    with pytest.raises(CodecError, match="starts/"):
+        machine("second").claim()
 
 
 def test_a_store_that_is_taken_out_of_the_configuration_is_no_problem(s3: S3Server, machine: Make) -> None:
