@@ -299,12 +299,16 @@ class WeightChannelConfig(Section):
         return self.bucket_bytes or (256 if device == "cuda" else 32) * 2**20
 
 
+# Without what an address may have after its path: it would not be in the names of objects.
+STORE_URL = r"^((s3|s3a|gs|az|abfs|abfss)://[^/?#]+|file:///)[^?#]*$"
+
+
 class CheckpointingConfig(Section):
     enabled: MayChange[bool] = True
     checkpoint_dir: MayChange[AnyPath[str | None]] = Field(None, description="null: <run folder>/checkpoints")
     store: MayChange[str | None] = Field(
         None,
-        pattern=r"^(s3|s3a|gs|az|abfs|abfss)://[^/]+|^file:///",
+        pattern=STORE_URL,
         description="object store to which checkpoints are copied during training, and from which a machine without the run's folder "
         "continues: s3://BUCKET/PREFIX, gs://…, az://…, file:///FOLDER; null: none",
     )

@@ -124,6 +124,10 @@ def _check(config: Config, cluster: Cluster) -> None:
         raise ConfigError(
             f"checkpointing.checkpoint_dir {folder}: pods keep what lies under runs/; give such a folder, or null: that of the run"
         )
+    if (store := config.checkpointing.store or "").startswith("file:"):
+        raise ConfigError(
+            f"checkpointing.store {store} is a folder of this machine; give s3://BUCKET/PREFIX, gs://… or az://…, or null"
+        )
     if Path(config.policy.model_name).is_absolute():
         raise ConfigError(
             f"policy.model_name {config.policy.model_name} is a folder of this machine; copy it to the volume `models`, as models/NAME"
@@ -238,7 +242,7 @@ def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]
     if not config.policy.model_name.startswith(_MODELS):
         yield "rollout", [_HUB]
         yield "trainer", [_HUB]
-    elif config.logger.wandb_enabled or config.logger.mlflow_enabled:
+    elif config.logger.wandb_enabled or config.logger.mlflow_enabled or config.checkpointing.store is not None:
         yield "trainer", [_HUB]
     ports = set()
     for name, env in config.env.items():
@@ -256,6 +260,11 @@ def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
     model = config.policy.model_name
     if model.startswith(_MODELS) and model not in DEMO_MODELS:
         yield f"policy.model_name {model}: copy the model to the volume `models` before the run starts"
+    if (store := config.checkpointing.store) is not None:
+        yield (
+            f"checkpointing.store {store}: give the Secret with its credentials as secrets.store, and its port in "
+            f"networkPolicies.outbound.trainer if that is not {_HUB}"
+        )
     for name, env in config.env.items():
         if isinstance(env, TargetConfig) and env.is_started and name not in cluster.images:
             yield f"env.{name}.target {env.target}: the reward service serves the file, which must be in the image, under /data"

@@ -10,6 +10,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any, Literal
 
 from headrace.base.errors import ServiceError
@@ -22,7 +23,7 @@ SERVERS: Mapping[Cloud, str] = {
     "gcp": "http://metadata.google.internal",
 }
 _ANSWER_S = 2.0
-_TOKEN_S = 21600  # as long as AWS allows
+_TOKEN_S = 60  # of one look
 _MOST = 1 << 20  # bytes of an answer
 
 
@@ -32,7 +33,6 @@ class Notices:
     def __init__(self, cloud: Cloud, server: str | None = None) -> None:
         self._cloud = cloud
         self._server = (server or SERVERS[cloud]).rstrip("/")
-        self._token: str | None = None  # of AWS
         # the metadata server is never behind a proxy
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -47,21 +47,18 @@ class Notices:
                 case "gcp":
                     taken = self._ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
                     return "it is preempted" if taken == "TRUE" else None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._token = None
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             raise ServiceError(
                 f"the metadata server of {self._cloud} at {self._server} does not answer as one ({error}); give --cloud the cloud of this "
                 "machine"
             ) from error
 
     def _aws(self) -> str | None:
-        if self._token is None:
-            self._token = self._ask(
-                "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}, method="PUT"
-            )
+        # one for each look, since an older one may have ended
+        token = self._ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}, method="PUT")
         try:
             notice = json.loads(
-                self._ask("/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": self._token})
+                self._ask("/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
             )
         except urllib.error.HTTPError as error:
             if error.code == 404:

@@ -153,14 +153,19 @@ def leaving_name(version: int, timeline: str) -> str:
 
 def read_chain(folder: Path) -> list[Start]:
     """Return every start so far. Raises `ServiceError` for lines that `append_start` did not write."""
+    return read_starts(folder) or first_chain(
+        {version: (state.timeline, state.ancestors) for version, state in _states(folder).items() if state}
+    )
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """Return every start in this folder so far: none where its checkpoints are from elsewhere. Raises as `read_chain` does."""
     path = folder / CHAIN
     try:
         whole, _, _ = path.read_bytes().rpartition(b"\n")  # a trainer may have died while writing the last line
         return [msgspec.json.decode(line, type=Start) for line in whole.splitlines()]
     except FileNotFoundError:
-        return first_chain(
-            {version: (state.timeline, state.ancestors) for version, state in _states(folder).items() if state}
-        )
+        return []
     except UNREADABLE as error:
         raise ServiceError(
             f"{path} can't be read ({error}); move it away, and a new one is made from the existing checkpoints"
@@ -171,7 +176,7 @@ def append_start(folder: Path, start: Start) -> None:
     """Add a start to the chain. Once this returns, it survives a power cut. Raises `OSError`, and `ServiceError` as `read_chain` does."""
     path = folder / CHAIN
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [start] if path.exists() else [*read_chain(folder), start]
+    lines = [start] if read_starts(folder) else [*read_chain(folder), start]
     with path.open("ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)  # drops the line that a trainer was writing when it died
@@ -183,7 +188,7 @@ def append_start(folder: Path, start: Start) -> None:
 
 def find_published(folder: Path) -> list[int]:
     """Return the versions that a trainer may resume from, oldest first: complete checkpoints on the chain. Raises as `read_chain` does."""
-    return on_chain(read_chain(folder), _timelines(folder))
+    return on_chain(read_chain(folder), read_timelines(folder))
 
 
 def metrics_name(timeline: str) -> str:
@@ -328,12 +333,13 @@ def list_set_aside(folder: Path) -> list[str]:
 
 def find_abandoned(folder: Path) -> dict[int, str]:
     """Return the complete checkpoints off the chain, each with its timeline. Raises as `read_chain` does."""
-    found = _timelines(folder)
+    found = read_timelines(folder)
     kept = on_chain(read_chain(folder), found)
     return {version: timeline for version, timeline in found.items() if timeline is not None and version not in kept}
 
 
-def _timelines(folder: Path) -> dict[int, str | None]:
+def read_timelines(folder: Path) -> dict[int, str | None]:
+    """Return the timeline of every complete checkpoint, on the chain or off it; None where it can't be read."""
     return {version: state.timeline if state else None for version, state in _states(folder).items()}
 
 

@@ -72,7 +72,8 @@ def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) ->
 def _copy_checkpoint(source: Path, version: int, target: Path, run_id: str) -> int:
     """Copy the checkpoint, its chain and its lineage. Returns how many retries of failed groups it knows of."""
     place = checkpoints.path_of(target, version)
-    shutil.copytree(checkpoints.path_of(source, version), place, copy_function=link_or_copy)
+    unfinished = shutil.ignore_patterns(".metrics-*")
+    shutil.copytree(checkpoints.path_of(source, version), place, ignore=unfinished, copy_function=link_or_copy)
     state = json.loads((place / STATE).read_bytes()) | {"run_id": run_id}
     (place / STATE).unlink()  # the source's file stays as it is
     data = json.dumps(state).encode()

@@ -88,7 +88,7 @@ class Journal:
         line = write_line(Line(kind, step, timeline, time.time(), dict(metrics), list(orders), dict(builds or {})))
         try:
             if self.path.exists() and self.path.stat().st_size >= self._segment_bytes:
-                number = len(_older(self.path)) + 1
+                number = max((int(older.suffixes[0][1:]) for older in _older(self.path)), default=0) + 1
                 self.path.rename(self.path.with_name(f"{self.path.stem}.{number:06}{self.path.suffix}"))
             with self.path.open("a") as file:
                 file.write(line)
@@ -108,7 +108,7 @@ def write_line(line: Line) -> str:
 
 def read_journal(path: Path) -> list[Line]:
     """Return the lines so far, even while the trainer writes; none if the file doesn't exist. Raises as `Journal.read` does."""
-    return list(parse_lines(read_bytes(path).decode(), str(path)))
+    return list(iter_journal(path))
 
 
 def iter_journal(path: Path) -> Iterator[Line]:
@@ -174,13 +174,13 @@ def _older(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.stem}.[0-9][0-9][0-9][0-9][0-9][0-9]{path.suffix}"))
 
 
-def parse_lines(text: str, where: str) -> Iterator[Line]:
-    """Yield the lines of `text`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
-    for number, line in enumerate(text.splitlines(), start=1):
+def parse_lines(data: bytes, where: str) -> Iterator[Line]:
+    """Yield the lines of `data`. Raises `ServiceError` naming `where` and the first line that `Journal.append` did not write."""
+    for number, line in enumerate(data.splitlines(), start=1):
         yield _parse(line, f"{where}:{number}")
 
 
-def _parse(line: str | bytes, where: str) -> Line:
+def _parse(line: bytes, where: str) -> Line:
     try:
         try:
             fields: dict[str, Any] = msgspec.json.decode(line)  # several times as fast as `json`

@@ -22,6 +22,7 @@ import hashlib
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -30,10 +31,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.base.errors import CodecError, MissingPackage, Restartable, ServiceError
+from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
 from headrace.base.files import UNREADABLE, atomic_write
 from headrace.config import Config
-from headrace.run.checkpoints import Start, on_chain
+from headrace.config.services import STORE_URL
+from headrace.run.checkpoints import Start, digest_of, on_chain
 
 T = TypeVar("T")
 Progress = Callable[[int], None]  # is told the bytes that were moved
@@ -123,20 +125,31 @@ class RunStore:
     `CodecError` for what this class did not write there."""
 
     def __init__(self, url: str, *, patient: bool = True) -> None:
-        """Open it, without a request. Raises `MissingPackage`, and `ServiceError` for an address that is none."""
+        """Open it, without a request. Raises `MissingPackage`, `ConfigError` for an address that is none, and
+        `ServiceError` for one that can't be used, such as for a missing file with credentials."""
         check_package(url)
+        from obstore.exceptions import BaseError
         from obstore.store import from_url
 
+        if re.match(STORE_URL, url) is None:
+            raise ConfigError(
+                f"{url} is no address in a store; give s3://BUCKET/PREFIX, gs://…, az://… or file:///FOLDER"
+            )
         self.url = url.rstrip("/")
         if url.startswith("file:"):
-            options: dict[str, Any] = {"mkdir": True}
+            options: dict[str, Any] = {"mkdir": True, "automatic_cleanup": True}
         else:
             plain = any(value.startswith("http://") for name, value in os.environ.items() if name in _ENDPOINTS)
             options = {
                 "retry_config": _PATIENCE if patient else _IMPATIENCE,
                 "client_options": {"timeout": f"{_REQUEST_S}s", **({"allow_http": True} if plain else {})},
             }
-        self._store: Any = self._ask(lambda: from_url(self.url, **options))
+        try:
+            self._store: Any = from_url(self.url, **options)
+        except (BaseError, OSError, ValueError) as error:
+            raise ServiceError(
+                f"{url} can't be opened ({_reason(error)}); look at checkpointing.store, and its credentials"
+            ) from error
 
     @classmethod
     def of(cls, config: Config, *, patient: bool = True) -> RunStore | None:
@@ -152,7 +165,7 @@ class RunStore:
         if not self._create(name, data):
             raise ServiceError(f"{self.url}: a new object is said to exist; give checkpointing.store another address")
         try:
-            if self._create(name, data):
+            if self._create(name, data[:8]):
                 raise ServiceError(
                     f"{self.url} makes an object twice where a conditional put was asked for (If-None-Match), so two trainers could take "
                     "the same run; give checkpointing.store a store that has these"
@@ -177,15 +190,19 @@ class RunStore:
 
     def add_start(self, number: int, start: Start) -> None:
         """Add start `number`, the first of which is 1. Raises `ServiceError` if another trainer has added one of that number."""
-        name, data = f"starts/{number:06}.json", msgspec.json.encode(start)
-        # it may be this trainer's own: the answer was lost, and the library asked again
-        if not self._create(name, data) and self._read(name) != data:
+        if not self._create(f"starts/{number:06}.json", msgspec.json.encode(start)):
             raise ServiceError(
                 f"{self.url}: another trainer has taken over the run at this moment; stop the other, or this one"
             )
 
     def count_starts(self) -> int:
         return len(self._list("starts"))
+
+    def say_lost(self, what: str) -> str:
+        return (
+            f"{self.url} has lost {what}, so its chain is not whole. Restore the objects in starts/, and let no rule of the bucket remove "
+            "any; or, where the run's folder is, remove this one of the store, and it is sent again"
+        )
 
     # -- who is at work
 
@@ -203,10 +220,14 @@ class RunStore:
     # -- checkpoints
 
     def manifests(self, starts: Sequence[Start]) -> dict[int, str]:
-        """Return the name of the manifest of each checkpoint on the chain of `starts`, by version, ascending."""
+        """Return the name of the manifest of each checkpoint on the chain of `starts`, by version, ascending. Raises `CodecError` if that
+        lacks the start of a trainer that has published one."""
         found: dict[int, str] = {}
+        timelines = {start.timeline for start in starts}
         for name in self._list("manifests"):
             match = _MANIFEST.fullmatch(name.removeprefix("manifests/"))
+            if match and match[2] not in timelines:
+                raise CodecError(self.say_lost(f"the start of {name}"))
             if match and on_chain(starts, {int(match[1]): match[2]}):
                 found[int(match[1])] = name
         return dict(sorted(found.items()))
@@ -239,7 +260,11 @@ class RunStore:
                 options = {"chunk_size": part, "max_concurrency": _PARTS}
                 try:
                     try:
-                        self._ask(lambda: self._store.put(target, reader, attributes={_DIGEST: file.sha256}, **options))
+                        attributes = {_DIGEST: file.sha256}
+                        self._ask(
+                            lambda: self._store.put(target, reader, attributes=attributes, **options),
+                            NotImplementedError,
+                        )
                     except NotImplementedError:  # a folder has no attributes
                         reader.seek(0)
                         self._ask(lambda: self._store.put(target, reader, **options))
@@ -267,8 +292,8 @@ class RunStore:
         return [folder for folder in found["common_prefixes"] if folder.startswith("step_") and folder not in published]
 
     def fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> str | None:
-        """Write the files of a checkpoint into `folder`, by their names. Return what is wrong with the first that is not what was sent;
-        None if there is none. Raises `OSError`."""
+        """Write the files of a checkpoint into `folder`, by their names, except those that are there. Return what is wrong with the first
+        that is not what was sent; None if there is none, and then they survive a power cut. Raises `OSError`."""
         for name in manifest.files:
             if not (folder / name).resolve().is_relative_to(folder.resolve()):
                 return f"{self.url}/{manifest.folder}: {name} leads out of the folder of the checkpoint"
@@ -278,18 +303,26 @@ class RunStore:
                 what = "is missing" if size is None else f"has {size} bytes, and {file.size} were sent"
                 return f"{self.url}/{manifest.folder}/{name} {what}"
         problems: list[str] = []
+        ended = threading.Event()
 
         def fetch(name: str) -> None:
             file, source = manifest.files[name], f"{manifest.folder}/{name}"
             path = folder / name
+            if path.is_file() and path.stat().st_size == file.size and digest_of(path) == file.sha256:
+                progress(file.size)
+                return
             path.parent.mkdir(parents=True, exist_ok=True)
             digest = hashlib.sha256()
             try:
                 with path.open("wb") as target:
                     for part in self._parts(source, file.size):
+                        if ended.is_set():
+                            return
                         digest.update(part)
                         target.write(part)
                         progress(len(part))
+                    target.flush()
+                    os.fsync(target.fileno())
             except FileNotFoundError:
                 problems.append(f"{self.url}/{source} is missing")
                 return
@@ -299,7 +332,10 @@ class RunStore:
                 )
 
         with ThreadPoolExecutor(_FILES * _PARTS, thread_name_prefix="store") as threads:
-            _all(threads, fetch, manifest.files)
+            try:
+                _all(threads, fetch, manifest.files)
+            finally:
+                ended.set()
         return min(problems, default=None)
 
     # -- objects
@@ -310,27 +346,29 @@ class RunStore:
         return {each["path"]: each["size"] for each in found}
 
     def _create(self, name: str, data: bytes) -> bool:
-        """Make an object. Returns False if it exists."""
+        """Make an object. Returns False if another has made it."""
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            self._ask(lambda: self._store.put(name, data, mode="create"))
+            self._ask(lambda: self._store.put(name, data, mode="create"), AlreadyExistsError)
         except AlreadyExistsError:
+            with contextlib.suppress(FileNotFoundError):  # another is making it now
+                return self._read(name) == data  # it was this one: the answer was lost, and the library asked again
             return False
         return True
 
     def _read(self, name: str) -> bytes:
-        return bytes(self._ask(lambda: self._store.get(name).bytes(), of_object=True))
+        return bytes(self._ask(lambda: self._store.get(name).bytes(), FileNotFoundError))
 
     def _parts(self, name: str, size: int) -> Iterator[bytes]:
         """Yield the content of an object, each part by a request of its own: the time that one may take does not bound the size."""
         for begin in range(0, size, _PART):
             part = functools.partial(self._store.get_range, name, start=begin, length=min(_PART, size - begin))
-            yield bytes(self._ask(part, of_object=True))
+            yield bytes(self._ask(part, FileNotFoundError))
 
     def _digest(self, name: str, size: int) -> str:
         """Return the SHA-256 of an object: that with which it was sent, or where there is none, of what it has."""
-        attributes = self._ask(lambda: self._store.get(name, options={"head": True}), of_object=True).attributes
+        attributes = self._ask(lambda: self._store.get(name, options={"head": True}), FileNotFoundError).attributes
         if _DIGEST in attributes:
             return str(attributes[_DIGEST])
         digest = hashlib.sha256()
@@ -341,7 +379,7 @@ class RunStore:
     def _remove(self, names: Sequence[str]) -> None:
         with contextlib.suppress(FileNotFoundError):
             if names:
-                self._ask(lambda: self._store.delete([*names]), of_object=True)
+                self._ask(lambda: self._store.delete([*names]), FileNotFoundError)
 
     def _decode(self, name: str, data: bytes, kind: type[T]) -> T:
         try:
@@ -349,25 +387,23 @@ class RunStore:
         except UNREADABLE as error:
             raise CodecError(f"{self.url}/{name} is not what was written there ({error}); remove it") from error
 
-    def _ask(self, request: Callable[[], T], *, of_object: bool = False) -> T:
-        """Return the answer. Raises `FileNotFoundError` for a request `of_object` that does not exist, `AlreadyExistsError` for one that
-        does, `NotImplementedError`; for all else that a store says `ServiceError`, or `Restartable` if it may say otherwise later."""
-        from obstore import exceptions
+    def _ask(self, request: Callable[[], T], *expected: type[Exception]) -> T:
+        """Return the answer. Raises what is `expected`; for all else that a store says `ServiceError`, or `Restartable` if it may say
+        otherwise later."""
+        from obstore.exceptions import BaseError
 
         try:
             return request()
-        except (NotImplementedError, exceptions.AlreadyExistsError):
+        except expected:
             raise
+        except ValueError as error:
+            raise ServiceError(f"{self.url}: {_reason(error)}; rename that file") from error
         except FileNotFoundError as error:
-            if of_object:
-                raise
             raise ServiceError(
                 f"{self.url}: there is no such bucket; make it, or correct checkpointing.store"
             ) from error
-        except (exceptions.BaseError, OSError) as error:
-            # "Error performing PUT http://… in 3.2s, after 10 retries, … - Server returned …", and then what developers of the library need
-            reason = " ".join(str(error).partition("\n\nDebug source")[0].split())
-            reason = reason.rpartition(" retry_timeout: ")[2].partition(" - ")[2] or reason
+        except (BaseError, OSError) as error:
+            reason = _reason(error)
             if _DENIED.search(str(error)):
                 raise ServiceError(
                     f"{self.url} refuses ({reason:.400}); give its credentials in the environment, with the right to read, write, list and "
@@ -376,6 +412,13 @@ class RunStore:
             raise Restartable(
                 f"{self.url} can't be reached, or fails ({reason:.400}); look at the store, and at checkpointing.store"
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why the store refused, without the address (it may hold a signature), and without what developers of the library need."""
+    # "Error performing PUT http://… in 3.2s, after 10 retries, … - Server returned …"
+    reason = " ".join(str(error).partition("\n\nDebug source")[0].split())
+    return reason.rpartition(" retry_timeout: ")[2].partition(" - ")[2] or reason
 
 
 _DENIED = re.compile(

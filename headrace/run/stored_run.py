@@ -10,16 +10,16 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.errors import CodecError, ConfigError, ServiceError
+from headrace.base.errors import CodecError, ConfigError, Restartable, ServiceError
 from headrace.base.files import atomic_write, cut_torn_line, fsync, link_or_copy
 from headrace.base.scratch import scratch_folder
 from headrace.config import Config
 from headrace.config.yaml_text import dump_value, parse
 from headrace.run import checkpoints, group_files, prompt_counts
-from headrace.run.checkpoints import CHAIN, STATE, Start, cannot_write_checkpoint, find_timeline
+from headrace.run.checkpoints import CHAIN, STATE, FolderLock, Start, find_timeline
 from headrace.run.folder import INPUTS, SAVED
 from headrace.run.fork import copy_groups
-from headrace.run.history import RECORD
+from headrace.run.history import RECORD, RunRecord, read_record
 from headrace.run.journal import JOURNAL, list_files
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.object_store import Manifest, RunStore, StoredFile
@@ -29,6 +29,7 @@ from headrace.run.start import START
 _OF_A_START = (SAVED, START, RECORD)
 _REWRITTEN = (*_OF_A_START, prompt_counts.FILE)
 _PARTS = ("checkpoint", "lineage", "run")
+_FETCHING = ".fetching"  # in the folder of checkpoints: what has been fetched of one that is not complete
 _SAY_EVERY_S = 10.0
 
 
@@ -46,9 +47,10 @@ def collect(config: Config, version: int) -> Iterator[tuple[Manifest, Mapping[st
     """
     source = config.checkpoint_folder
     with scratch_folder(".uploading-", source) as folder:
-        shutil.copytree(checkpoints.path_of(source, version), folder / "checkpoint", copy_function=link_or_copy)
-        for later in (folder / "checkpoint").glob("metrics-*.json"):  # they are in the manifest, which can be renewed
-            later.unlink()
+        # later metrics, finished or not, are in the manifest, which can be renewed
+        later = shutil.ignore_patterns("metrics-*.json", ".metrics-*.json")
+        published = checkpoints.path_of(source, version)
+        shutil.copytree(published, folder / "checkpoint", ignore=later, copy_function=link_or_copy)
         (folder / "lineage").mkdir()
         for step, path in LineageFiles(source / FOLDER).files():
             if step < version:
@@ -59,12 +61,7 @@ def collect(config: Config, version: int) -> Iterator[tuple[Manifest, Mapping[st
             sums = {
                 f"checkpoint/{name}": digest for name, digest in checkpoints.read_sums(folder / "checkpoint").items()
             }
-        paths = {
-            str(path.relative_to(folder)): path
-            for part in _PARTS
-            for path in sorted((folder / part).rglob("*"))
-            if path.is_file()
-        }
+        paths = _list_files(folder)
         files = {
             name: StoredFile(path.stat().st_size, sums.get(name) or checkpoints.digest_of(path))
             for name, path in paths.items()
@@ -72,6 +69,12 @@ def collect(config: Config, version: int) -> Iterator[tuple[Manifest, Mapping[st
         state = msgspec.json.decode((folder / "checkpoint" / STATE).read_bytes(), type=_State)
         metrics = checkpoints.read_metrics(source, version)
         yield Manifest(config.run.id or "", version, state.timeline, time.time(), files, metrics), paths
+
+
+def _list_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a checkpoint in the store, or on its way, by their names."""
+    found = (path for part in _PARTS for path in sorted((folder / part).rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path for path in found}
 
 
 def _copy_run(source: Path, target: Path) -> None:
@@ -101,122 +104,182 @@ def _copy_journal(journal: Path, target: Path) -> None:
 
 def is_of(folder: Path, starts: Sequence[Start]) -> bool:
     """Whether the newest of the store's `starts` is that of a trainer on this folder of checkpoints."""
-    # without the file, `read_chain` returns that of a checkpoint which may have come from the store
-    return (folder / CHAIN).exists() and starts[-1] in checkpoints.read_chain(folder)
+    return starts[-1] in checkpoints.read_starts(folder)
 
 
-def fetch_newest(config: Config, store: RunStore, say: Callable[[str], None]) -> int | None:
+def fetch_newest(
+    config: Config, store: RunStore, say: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
+) -> int | None:
     """If the run was continued where its folder is not, fetch the newest whole checkpoint, and what a start reads beside it. Returns its
     version; None if there is nothing to fetch. `say` is called with what it does, and with what is wrong with a damaged checkpoint.
 
-    Raises `ServiceError` if the folder has checkpoints that the store's do not descend from, or all in the store are damaged.
+    Raises `ServiceError` if the folder has checkpoints that the store's do not descend from, if all in the store are damaged, or if it is
+    `stopped` meanwhile.
     """
     folder, starts = config.checkpoint_folder, store.starts()
+    there = store.manifests(starts)
     if not starts or is_of(folder, starts):
         return None
-    here, there = checkpoints.find_published(folder), store.manifests(starts)
+    here = checkpoints.find_published(folder)
     if here:
-        found = msgspec.json.decode((checkpoints.path_of(folder, here[-1]) / STATE).read_bytes(), type=_State)
-        if (folder / CHAIN).exists() or find_timeline(starts, here[-1]) != found.timeline:
+        timeline = checkpoints.read_timelines(folder)[here[-1]]
+        if checkpoints.read_starts(folder) or timeline not in (None, find_timeline(starts, here[-1])):
             newest = f"checkpoint {max(there)}" if there else "a start without a checkpoint"
             raise ServiceError(
                 f"{store.url} has {newest} of a trainer that did not work in {folder}, which has checkpoint {here[-1]}: the run went on "
                 "elsewhere. Move this folder away, and the next start fetches the run; or give run.id another name"
             )
-        if not there or max(there) <= here[-1]:
+        if timeline is not None and max(there, default=0) <= here[-1]:
             return None
     if not there:
         return None
-    return _fetch_whole(store, there, folder, config.run_folder, say)
+    return _fetch_whole(store, there, folder, config.run_folder, say, stopped)
 
 
 def fetch(store: RunStore, version: int | None, folder: Path, say: Callable[[str], None]) -> int:
-    """Make `folder` a copy of the run, with checkpoint `version`, by default the newest whole one. Returns the version. Raises
-    `ConfigError` if the folder exists, or the store has no such checkpoint."""
-    if folder.exists():
+    """Make `folder` a copy of the run, with checkpoint `version`, by default the newest whole one. Returns the version. Where this is cut,
+    the next call goes on. Raises `ConfigError` if the folder exists otherwise, or the store has no such checkpoint."""
+    if folder.exists() and not (folder / "checkpoints" / _FETCHING).exists():
         raise ConfigError(f"{folder} already exists; give another folder")
     there = store.manifests(store.starts())
     if (version is not None and version not in there) or not there:
         what = "no checkpoint" if version is None else f"no checkpoint {version}"
         raise ConfigError(f"{store.url} has {what}; it has {', '.join(map(str, there)) or 'none'}")
     wanted = there if version is None else {version: there[version]}
-    try:
-        found = _fetch_whole(store, wanted, folder / "checkpoints", folder, say)
-        _forget_folders(folder / SAVED)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    found = _fetch_whole(store, wanted, folder / "checkpoints", folder, say)
+    if (record := read_record(folder)) is not None:  # it says that the run is up: it was, elsewhere
+        _replace(folder / RECORD, msgspec.json.encode(RunRecord(record.started, "stopped", time.time())))
     return found
 
 
 def _forget_folders(saved: Path) -> None:
-    """Remove from a saved configuration the folders of the machine that it is from."""
+    """Remove from a saved configuration, if there is one, the folders of the machine that it is from."""
+    if not saved.exists():
+        return
     values = parse(saved.read_text(encoding="utf-8"), str(saved))
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         values.get(section, {}).pop(key, None)
-    with atomic_write(saved) as unfinished:
-        unfinished.touch(mode=0o600)
-        unfinished.write_text(dump_value(values), encoding="utf-8")
+    _replace(saved, dump_value(values).encode())
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with atomic_write(path) as unfinished:
+        unfinished.touch(mode=0o600)  # an address may hold a password
+        unfinished.write_bytes(data)
 
 
 def _fetch_whole(
-    store: RunStore, manifests: Mapping[int, str], folder: Path, run_folder: Path, say: Callable[[str], None]
+    store: RunStore,
+    manifests: Mapping[int, str],
+    folder: Path,
+    run_folder: Path,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
 ) -> int:
     problems: list[str] = []
     for version, name in sorted(manifests.items(), reverse=True):
         try:
             manifest = store.read_manifest(name)
-        except FileNotFoundError:  # removed meanwhile
+            say(f"fetching checkpoint {version} ({_size(manifest.size)}) from {store.url}")
+            problem = _fetch(store, manifest, folder, run_folder, say, stopped)
+            if problem is None:
+                return version
+            store.read_manifest(name)
+        except FileNotFoundError:  # retention has removed it meanwhile
             continue
         except CodecError as error:
             problem = str(error)
-        else:
-            say(f"fetching checkpoint {version} ({_size(manifest.size)}) from {store.url}")
-            try:
-                found = _fetch(store, manifest, folder, run_folder, say)
-            except OSError as error:
-                raise cannot_write_checkpoint(folder, error) from error
-            if found is None:
-                return version
-            problem = found
-        say(f"checkpoint {version} in the store is damaged, and the one before it is used: {problem}")
+        say(f"checkpoint {version} in the store is damaged: {problem}")
         problems.append(problem)
+    if not problems:
+        raise Restartable(f"{store.url}: its checkpoints were replaced by newer ones meanwhile; try again")
     raise ServiceError(
-        "\n".join([f"every checkpoint in {store.url} is damaged; give run.id another name to start over:", *problems])
+        "\n".join(
+            [
+                "every checkpoint to fetch is damaged; name another, or give run.id another name to start over:",
+                *problems,
+            ]
+        )
     )
 
 
 def _fetch(
-    store: RunStore, manifest: Manifest, folder: Path, run_folder: Path, say: Callable[[str], None]
+    store: RunStore,
+    manifest: Manifest,
+    folder: Path,
+    run_folder: Path,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
 ) -> str | None:
     """Fetch a checkpoint. The folder has it completely or not at all. Returns what is wrong with it in the store, or None."""
     if f"checkpoint/{STATE}" not in manifest.files:
         return f"{store.url}: the manifest of checkpoint {manifest.version} names no {STATE}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(".fetching-", folder) as scratch:
-        progress = Moved(manifest.size, say)
-        if (problem := store.fetch(manifest, scratch, progress)) is not None:
-            return problem
-        state = msgspec.json.decode((scratch / "checkpoint" / STATE).read_bytes(), type=_State)
-        if manifest.metrics != state.metrics:
-            metrics = scratch / "checkpoint" / checkpoints.metrics_name(manifest.timeline)
-            metrics.write_bytes(msgspec.json.encode(manifest.metrics))
-        (folder / CHAIN).unlink(missing_ok=True)  # of starts that led to no checkpoint
-        for name in _OF_A_START:
-            with contextlib.suppress(FileNotFoundError):
-                (scratch / "run" / name).chmod(0o600)  # an address may hold a password
-        for part, target in (("lineage", folder / FOLDER), ("run", run_folder)):
-            for path in sorted((scratch / part).rglob("*")):
-                place = target / path.relative_to(scratch / part)
-                if path.is_file() and not (place.name in _OF_A_START and place.exists()):
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.move(path, place)
-        for path in (scratch / "checkpoint").rglob("*"):
-            fsync(path)
-        final = checkpoints.path_of(folder, manifest.version)
-        (scratch / "checkpoint").rename(final)
-        fsync(folder)
-    return None
+    final, moved = checkpoints.path_of(folder, manifest.version), Moved(manifest.size, say)
+
+    def progress(size: int) -> None:
+        if stopped():
+            raise ServiceError(f"stopped while a checkpoint was fetched; the next start goes on in {folder}")
+        moved(size)
+
+    with _fetching(folder) as unfinished:
+        if final.exists():  # the last fetch was cut as it ended
+            shutil.rmtree(unfinished / "checkpoint", ignore_errors=True)
+            final.rename(unfinished / "checkpoint")
+        for name, path in _list_files(unfinished).items():
+            if name not in manifest.files:
+                path.unlink()
+        if (problem := store.fetch(manifest, unfinished, progress)) is None:
+            _install(manifest, unfinished, folder, run_folder)
+        return problem
+
+
+def _install(manifest: Manifest, unfinished: Path, folder: Path, run_folder: Path) -> None:
+    """Bring what was fetched to its places, the checkpoint last. Once this returns, it survives a power cut."""
+    checkpoint = unfinished / "checkpoint"
+    if manifest.metrics != msgspec.json.decode((checkpoint / STATE).read_bytes(), type=_State).metrics:
+        (checkpoint / checkpoints.metrics_name(manifest.timeline)).write_bytes(msgspec.json.encode(manifest.metrics))
+    _forget_folders(unfinished / "run" / SAVED)
+    (folder / CHAIN).unlink(missing_ok=True)  # of starts that led to no checkpoint
+    targets, parents = {"lineage": folder / FOLDER, "run": run_folder}, set[Path]()
+    for name, path in _list_files(unfinished).items():
+        part, _, rest = name.partition("/")
+        if part not in targets or (rest in _OF_A_START and (run_folder / rest).exists()):
+            continue
+        if rest in _OF_A_START:
+            path.chmod(0o600)  # an address may hold a password
+        place = targets[part] / rest
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, place)
+        fsync(place)
+        parents.add(place.parent)
+    for path in (*parents, checkpoint, *checkpoint.rglob("*")):
+        fsync(path)
+    checkpoint.rename(checkpoints.path_of(folder, manifest.version))
+    fsync(folder)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _fetching(folder: Path) -> Iterator[Path]:
+    """Yield the folder in which a checkpoint of `folder` is put together. What a fetch that was cut left there, the next one uses. Raises
+    `ServiceError` if another process is at it, or the disk is full."""
+    place = folder / _FETCHING
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FolderLock(place)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                if (holder := lock.try_take()) is not None:
+                    raise ServiceError(f"{place} is in use: {holder} fetches this run; wait for it, or stop it")
+            yield place
+        finally:
+            lock.release()
+            with contextlib.suppress(OSError):  # it is gone, or holds what the next one uses
+                place.rmdir()
+    except OSError as error:
+        raise ServiceError(
+            f"can't write {folder} ({error}); free space there, and the next try goes on from what was fetched"
+        ) from error
 
 
 class Moved:

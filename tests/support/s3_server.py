@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import re
 import secrets
 import threading
@@ -18,7 +19,8 @@ from xml.sax.saxutils import escape, unescape
 import pytest
 
 KEY = "test-key"
-CUT = -1  # in place of a status: the connection ends without an answer
+# In place of a status: the connection ends without an answer; the server does what it was asked, and says that it failed.
+CUT, DONE = -1, -2
 Spoil = Callable[[str, str], int | None]  # of the method and the object's name: the status of an error
 
 
@@ -104,6 +106,12 @@ class _Handler(BaseHTTPRequestHandler):
         spoiled = store.spoil(self.command, name)
         if spoiled == CUT:
             self.close_connection = True
+        elif spoiled == DONE:
+            answer, self.wfile = self.wfile, io.BytesIO()
+            with store.lock:
+                self._answer(name, query, body)
+            self.wfile = answer
+            self._fail(500, "InternalError")
         elif spoiled is not None:
             self._fail(spoiled, "SlowDown" if spoiled == 503 else "Spoiled")
         elif f"Credential={KEY}/" not in self.headers.get("Authorization", ""):

@@ -130,6 +130,16 @@ def test_half_a_line_is_no_start(tmp_path: Path) -> None:
     assert read_chain(tmp_path) == [Start("a", 0), Start("c", 2)]
 
 
+@pytest.mark.parametrize("begun", ["", '{"timeline": "b", "ver'])
+def test_a_chain_without_a_whole_line_hides_no_checkpoint(tmp_path: Path, begun: str) -> None:
+    """As a full disk or a power cut leaves it at the first start on what came from elsewhere."""
+    publish(tmp_path, 4, "a")
+    (tmp_path / CHAIN).write_text(begun)
+    assert find_published(tmp_path) == [4]
+    append_start(tmp_path, Start("b", 4))
+    assert read_chain(tmp_path) == [Start("a", 0), Start("b", 4)]
+
+
 def test_a_line_that_is_no_start_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / CHAIN).write_text('{"timeline": 3}\n')
     with pytest.raises(ServiceError, match=r"chain\.jsonl.*move it away"):

@@ -11,6 +11,7 @@ import pytest
 from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.config import Config
 from headrace.run import checkpoints, history, prompt_counts
+from headrace.run.journal import JOURNAL
 from headrace.run.lineage import LineageFiles
 from headrace.run.sample_files import SampleFiles
 from headrace.testing import read_samples
@@ -31,6 +32,7 @@ READERS: dict[str, tuple[Callable[[Path], object], bytes]] = {
     history.RECORD: (_history, b'{"state": "\xff"}'),
     prompt_counts.FILE: (prompt_counts.read, b'{"fixed": "\xff"}'),
     checkpoints.CHAIN: (checkpoints.read_chain, b'{"timeline": "\xff"}\n'),
+    JOURNAL: (_history, b'{"kind": "\xff"}\n'),
     checkpoints.STATE: (_bad_metrics, b'{"timeline": "\xff"}'),
     "golden.jsonl": (lambda folder: read_samples(folder / "golden.jsonl"), b'{"completion": "\xff"}'),
     "failed_data.jsonl": (lambda folder: SampleFiles(folder, keep=None).read_failed(), b'{"group": "\xff"}\n'),

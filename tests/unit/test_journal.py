@@ -84,6 +84,15 @@ def test_segments_are_read_through_as_one(limit: int, steps: int, offset: int) -
         assert all(nbytes >= limit for nbytes in full)
 
 
+def test_a_new_segment_takes_no_others_place(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "metrics.jsonl", 1)
+    for step in range(4):
+        journal.append("train", step, "a", {})
+    (tmp_path / "metrics.000001.jsonl").unlink()  # by a user who needs the space
+    journal.append("train", 4, "a", {})
+    assert [entry.step for entry in journal.read()] == [1, 2, 3, 4]
+
+
 def test_a_journal_renamed_while_it_is_read_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path, 1)

@@ -24,10 +24,11 @@ import msgspec
 
 from headrace.base.backoff import pause_after
 from headrace.base.errors import CodecError, HeadraceError, ServiceError
+from headrace.base.files import UNREADABLE
 from headrace.config import Config
 from headrace.run import checkpoints, stored_run
 from headrace.run.checkpoints import Start, find_published
-from headrace.run.object_store import Manifest, Owner, RunStore, StoreStatus, write_status
+from headrace.run.object_store import STATUS, Manifest, Owner, RunStore, StoreStatus, write_status
 from headrace.run.stored_run import Moved, is_of
 from headrace_services.trainer.control.checkpoint import select_superseded
 
@@ -67,8 +68,11 @@ class Uploads:
     @classmethod
     def of(cls, config: Config) -> Uploads | None:
         """Return those of a run; None if it has no store."""
-        store = RunStore.of(config)
-        return None if store is None else cls(config, store)
+        if (store := RunStore.of(config)) is not None:
+            return cls(config, store)
+        with contextlib.suppress(OSError):  # there is none, of a store that the run had
+            (config.checkpoint_folder / STATUS).unlink()
+        return None
 
     # -- the start
 
@@ -84,7 +88,12 @@ class Uploads:
             newest = self._starts[-1].timeline
             if newest != buffer_timeline and not self._is_silent(newest, stopped):
                 return False
-        stored_run.fetch_newest(self._config, self._store, log.info)
+        try:
+            stored_run.fetch_newest(self._config, self._store, log.info, stopped)
+        except ServiceError:
+            if stopped():
+                return False
+            raise
         return True
 
     def _is_silent(self, timeline: str, stopped: Callable[[], bool]) -> bool:
@@ -115,17 +124,17 @@ class Uploads:
         trainer has taken it since `claim`."""
         chain = checkpoints.read_chain(self._folder)
         known = self._starts[-1] if self._starts else None
+        self._timeline = timeline
+        self._beat()  # a trainer that finds the start waits for it
         new = chain if known is None else chain[chain.index(known) + 1 :] if known in chain else chain[-1:]
         for start in new:
             self._store.add_start(len(self._starts) + 1, start)
             self._starts.append(start)
-        self._timeline = timeline
-        self._beat()
         for name in self._store.manifests(self._starts).values():
             try:
                 manifest = self._store.read_manifest(name)
                 self._stored[manifest.version] = manifest
-            except CodecError as error:  # it is sent again, if it is here
+            except (CodecError, FileNotFoundError) as error:  # it is sent again, if it is here
                 log.warning("%s", error)
         self._say("")
         self.wake()
@@ -172,9 +181,6 @@ class Uploads:
         self._wanted.set()
         for thread in self._threads:
             thread.join(CLOSE_S)
-        if self._threads and self._ended_by is None:
-            with contextlib.suppress(ServiceError):  # then another trainer waits a while
-                self._beat(ended=True)
 
     # -- in threads
 
@@ -187,7 +193,7 @@ class Uploads:
                 failures = 0
                 if self._problem:
                     self._say("")
-            except (HeadraceError, OSError) as error:
+            except (HeadraceError, *UNREADABLE, RuntimeError) as error:  # such as of a thread that can't be started
                 if self._closing.is_set():
                     return
                 failures += 1
@@ -212,7 +218,7 @@ class Uploads:
         if wanted:
             try:
                 self._send(wanted[-1])
-            except FileNotFoundError:
+            except (OSError, ServiceError):
                 if checkpoints.path_of(self._folder, wanted[-1]).exists():
                     raise
             return True  # or retention has removed it, and there is a newer one
@@ -259,9 +265,9 @@ class Uploads:
 
     def _clean(self, superseded: list[int]) -> None:
         """Remove from the store what retention removes, and what was sent of checkpoints that were never published."""
-        self._require_newest()
         for version in superseded:
             if version in self._stored:
+                self._require_newest()
                 self._store.remove_checkpoint(self._stored[version].folder)
                 del self._stored[version]
         for folder in self._store.list_unpublished():
@@ -270,7 +276,9 @@ class Uploads:
 
     def _require_newest(self) -> None:
         """Raise `ServiceError`, and end this trainer, if another has taken over the run."""
-        if self._store.count_starts() != len(self._starts):
+        if (lost := len(self._starts) - self._store.count_starts()) > 0:
+            raise ServiceError(self._store.say_lost(f"{lost} of the run's {len(self._starts)} starts"))
+        if lost < 0:
             newest = self._store.starts()[-1]
             self._ended_by = ServiceError(
                 f"{self._store.url}: another trainer has taken over the run (timeline {newest.timeline}, from version {newest.version}). "
@@ -287,6 +295,8 @@ class Uploads:
                 if self._ended_by is not None:
                     return
                 log.warning("no sign of life could be given: %s", error)
+        with contextlib.suppress(ServiceError):  # then another trainer waits a while
+            self._beat(ended=True)
 
     def _beat(self, ended: bool = False) -> None:
         process = f"process {os.getpid()} on {socket.gethostname()}"

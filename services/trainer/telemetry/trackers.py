@@ -415,11 +415,11 @@ class TrackerThread:
         if not data:
             return
         position, end = self._position, self._position.offset + len(data)
-        lines = [line for line in parse_lines(data.decode(), str(self._journal)) if line.kind != "retry"]
+        lines = [line for line in parse_lines(data, str(self._journal)) if line.kind != "retry"]
         rewound_to = min((line.step for line in lines if line.kind == "rewind"), default=None)
         if rewound_to is not None:
             # lines of those steps are void, except for a validation of the version that was rewound to
-            whole = parse_lines(read_bytes(self._journal)[:end].decode(), str(self._journal))
+            whole = parse_lines(read_bytes(self._journal)[:end], str(self._journal))
             lines = [line for line in surviving(whole) if line.step >= rewound_to]
         entries = [self._entry(number, line) for number, line in enumerate(lines, start=position.entries)]
         self._tracker.write(entries, rewound_to)

@@ -59,6 +59,8 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_fork_has_what_led_to_its_checkpoint_and_no_more(source: Path) -> None:
+    unfinished = folders.path_of(source / "checkpoints", 4) / ".metrics-a.json"  # of a trainer that was killed
+    unfinished.touch()
     before = everything(source)
     told = said("runs", "fork", f"{source}@4", "other")
     other = source.parent / "other"
@@ -68,6 +70,7 @@ def test_a_fork_has_what_led_to_its_checkpoint_and_no_more(source: Path) -> None
     assert (config.run.id, config.run_folder, config.checkpoint_folder) == ("other", other, other / "checkpoints")
     assert folders.find_published(config.checkpoint_folder) == [4]
     assert folders.find_change(folders.path_of(config.checkpoint_folder, 4)) is None
+    assert not (folders.path_of(config.checkpoint_folder, 4) / unfinished.name).exists()
     past = history.read(config)
     assert (past.state, past.last_step) == ("stopped", 3)
     assert all(line.kind != "rewind" for line in read_journal(other / JOURNAL))

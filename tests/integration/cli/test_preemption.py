@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from headrace.base.errors import ServiceError
 from headrace.launch.preemption import Notices
 from tests.support.waiting import wait_until
 
@@ -32,14 +34,15 @@ class Metadata:
 
     def __init__(self) -> None:
         self.notice: str | None = None
+        self.token = "token"
         self.asked = 0
 
     def answer(self, method: str, path: str, headers: Any) -> str | None:
         self.asked += 1
         match method, path.partition("?")[0]:
             case "PUT", "/latest/api/token" if "X-aws-ec2-metadata-token-ttl-seconds" in headers:
-                return "token"
-            case "GET", "/latest/meta-data/spot/instance-action" if headers["X-aws-ec2-metadata-token"] == "token":
+                return self.token
+            case "GET", "/latest/meta-data/spot/instance-action":
                 return self.notice and json.dumps({"action": "terminate", "time": "2026-11-26T22:00:00Z"})
             case "GET", "/computeMetadata/v1/instance/preempted" if headers["Metadata-Flavor"] == "Google":
                 return "TRUE" if self.notice else "FALSE"
@@ -59,7 +62,8 @@ def metadata() -> Iterator[tuple[Metadata, str]]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answer = state.answer(self.command, self.path, self.headers)
-            self.send_response(404 if answer is None else 200)
+            refused = self.headers.get("X-aws-ec2-metadata-token", state.token) != state.token
+            self.send_response(401 if refused else 404 if answer is None else 200)
             self.end_headers()
             self.wfile.write((answer or "").encode())
 
@@ -105,6 +109,27 @@ def test_a_notice_to_another_machine_of_a_set_is_not_for_this_one(metadata: tupl
     assert notices.find() is None
     state.notice = "this"
     assert "Preempt" in (notices.find() or "")
+
+
+def test_a_token_that_has_ended_is_no_fault(metadata: tuple[Metadata, str]) -> None:
+    state, url = metadata
+    notices = Notices("aws", url)
+    assert notices.find() is None
+    state.token = "another"
+    assert notices.find() is None
+
+
+def test_an_answer_that_is_not_http_is_a_fault_of_the_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(1024)
+                connection.sendall(b"garbage\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ServiceError, match="--cloud"):
+            Notices("gcp", f"http://127.0.0.1:{server.getsockname()[1]}").find()
 
 
 def test_a_signal_and_the_exit_code_pass_through(metadata: tuple[Metadata, str]) -> None:

@@ -31,7 +31,7 @@ MINE = [
     {"name": "exact_two", "image": "registry.example/exact:1", "port": 50400, "resources": RESOURCES},
     {"name": "mine", "image": "registry.example/mine:2", "attached": True, "resources": RESOURCES},
 ]
-GIVEN = frozenset({"tokens", "keys", "ca", "my-runs", "shared-models"}) | {
+GIVEN = frozenset({"tokens", "bucket", "keys", "ca", "my-runs", "shared-models"}) | {
     f"my-{component}-{kind}"
     for component in ("redis", "replay", "reward", "rollout", "trainer", "page")
     for kind in ("tls", "credentials")
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         "arithmetic_tiny",
         0,
         {
-            "secrets": {"variables": "tokens"},
+            "secrets": {"variables": "tokens", "store": "bucket"},
             "reward": {"keys": "keys"},
             "storage": {"runs": {"existingClaim": "my-runs"}, "models": {"existingClaim": "shared-models"}},
             "image": {"pullSecrets": ["tokens"]},
@@ -366,6 +366,17 @@ def test_each_pod_has_its_own_secrets_alone(rendered: Callable[[str], list[Manif
                 sources = [volume.get("projected", {}).get("sources", ()) for volume in template["spec"]["volumes"]]
                 names = {source["secret"]["name"] for each in sources for source in each}
                 assert names == {f"{RELEASE}-{component}-tls", f"{RELEASE}-{component}-credentials"}
+
+
+def test_the_credentials_of_the_store_are_the_trainers_alone(rendered: Callable[[str], list[Manifest]]) -> None:
+    sources = {
+        component: [source["secretRef"]["name"] for source in template["spec"]["containers"][0].get("envFrom", ())]
+        for component, template in by_component(rendered("given")).items()
+    }
+    assert {component: names for component, names in sources.items() if names} == {
+        "rollout": ["tokens"],
+        "trainer": ["tokens", "bucket"],
+    }
 
 
 def test_only_the_job_of_the_secrets_has_a_token_of_the_cluster(rendered: Callable[[str], list[Manifest]]) -> None:

@@ -71,7 +71,7 @@ async def test_law_1_an_empty_machine_goes_on_from_the_store(
     assert (await settled(replay))["trained"] == STEPS * PROMPTS
 
 
-# By day the test above kills there too, and `unit/trainer/test_uploads.py` sees that nothing is sent twice.
+# It takes ten seconds. By day the test above kills there too, and `unit/trainer/test_uploads.py` sees that nothing is sent twice.
 @pytest.mark.nightly
 async def test_a_trainer_killed_in_an_upload_sends_the_rest(
     trainer: Trainer, replay: ReplayClient, s3: S3Server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.base.errors import ConfigError
@@ -13,6 +14,7 @@ from headrace.config.loading import examine
 from headrace.config.yaml_text import dump_value
 from headrace.launch import preflight, runs
 from headrace.run.folder import SAVED
+from headrace.run.history import RECORD, RunRecord
 from tests.support.command import said
 from tests.support.stored_runs import RUN, Machine
 
@@ -23,6 +25,7 @@ def url(tmp_path: Path) -> str:
     url = f"file://{tmp_path}/store"
     first = Machine(tmp_path / "first", url)
     first.start("t1")
+    (first.folder / RECORD).write_bytes(msgspec.json.encode(RunRecord(1.0, "running", 1.0)))
     for version in (10, 20):
         first.publish(version)
         first.finish()
@@ -48,7 +51,8 @@ def test_a_fetched_run_is_looked_at_like_any_other(url: str, tmp_path: Path) -> 
     fetched = said("runs", "fetch", f"{url}/{RUN}@10", folder)
     assert "checkpoint 10" in fetched
     status = said("status", "--run", folder)
-    assert [line.split()[1] for line in status.splitlines() if line.startswith("checkpoints")] == ["10"]
+    found = {line.split()[0]: line.split()[1] for line in status.splitlines()}
+    assert (found["checkpoints"], found["state"]) == ("10", "stopped")
     assert "elsewhere" not in (folder / SAVED).read_text()
 
 

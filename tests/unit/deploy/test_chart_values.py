@@ -153,6 +153,7 @@ def test_a_file_is_served_in_its_image_with_the_pods_certificate() -> None:
         ({"replay": {"redis_url": "rediss://me:secret@redis:6379"}}, Cluster(), ("password",)),
         ({"policy": {"model_name": "/home/me/model"}}, Cluster(), ("policy.model_name", "models/")),
         ({"checkpointing": {"checkpoint_dir": "/mnt/c"}}, Cluster(), ("checkpointing.checkpoint_dir", "runs/")),
+        ({"checkpointing": {"store": "file:///mnt/c"}}, Cluster(), ("checkpointing.store", "s3://")),
         (
             {"env": {"programs": {"type": "code"}}, "data": {"train": {"env_name": "programs"}}},
             Cluster(),
@@ -180,6 +181,13 @@ def test_what_calls_beyond_the_run_is_let_through() -> None:
         Cluster(),
     )
     assert values["networkPolicies"]["outbound"] == {"rollout": [443], "trainer": [443], "reward": [50555]}
+
+
+def test_the_store_of_checkpoints_is_reached_and_its_credentials_are_asked_for() -> None:
+    run = config(policy={"model_name": "models/tiny"}, checkpointing={"store": "s3://bucket/runs"})
+    values, remarks = chart_values(run, Cluster())
+    assert values["networkPolicies"]["outbound"] == {"trainer": [443]}
+    assert any("secrets.store" in remark for remark in remarks)
 
 
 def test_the_command_writes_what_it_would_print(tmp_path: Path) -> None:

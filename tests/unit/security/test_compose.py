@@ -74,6 +74,16 @@ def test_the_hubs_token_goes_where_models_are_loaded() -> None:
     assert with_token == {"rollout", "trainer"}
 
 
+def test_the_credentials_of_the_store_go_to_the_trainer_as_the_shell_has_them() -> None:
+    said = (DEPLOY.parent / "docs" / "operations.md").read_text().partition("*Credentials*")[2].partition("\n\n")[0]
+    given = {*re.findall(r"`((?:AWS|GOOGLE|AZURE)_[A-Z_]+)`", said), "AWS_ENDPOINT_URL"}
+    given.remove("GOOGLE_APPLICATION_CREDENTIALS")  # a file of the shell's machine
+    assert len(given) > 5
+    with_them = {name: given & service.get("environment", {}).keys() for name, service in SERVICES.items()}
+    assert {name: keys for name, keys in with_them.items() if keys} == {"trainer": given}
+    assert {SERVICES["trainer"]["environment"][key] for key in given} == {None}
+
+
 def test_services_speak_tls_and_ask_for_tokens() -> None:
     for name in HTTP_PORTS:
         environment = SERVICES[name]["environment"]
@@ -89,7 +99,8 @@ def test_a_configuration_in_a_container_is_what_its_variables_say(name: str, mon
     """Each service starts with them, that of the profile `agents` on a configuration that has episodes."""
     monkeypatch.chdir(DEPLOY.parent)
     for key, value in SERVICES[name]["environment"].items():
-        monkeypatch.setenv(key, re.sub(r"\$\{\w+:?-(.*)\}", r"\1", value))
+        if value is not None:  # else as the shell has it
+            monkeypatch.setenv(key, re.sub(r"\$\{\w+:?-(.*)\}", r"\1", value))
     config = load(f"examples/{'repair_game' if name == 'agents' else 'arithmetic_tiny'}.yaml")
     exposure.check(config, name)
     assert config.has_episodes == (name == "agents")

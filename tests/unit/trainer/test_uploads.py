@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from pydantic import ValidationError
 
-from headrace.base.errors import ConfigError, MissingPackage, Restartable, ServiceError
+from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
+from headrace.base.files import link_or_copy
 from headrace.run import object_store, stored_run
-from headrace.run.checkpoints import DAMAGE, find_change
+from headrace.run.checkpoints import DAMAGE, LOCK, STATE, FolderLock, find_change
 from headrace.run.folder import SAVED
 from headrace.run.journal import JOURNAL, read_journal
 from headrace.run.lineage import FOLDER, LineageFiles
-from headrace.run.object_store import RunStore, list_problems
+from headrace.run.object_store import RunStore, StoreStatus, list_problems, write_status
 from headrace_services.trainer.control import uploads
-from tests.support.s3_server import CUT, S3Server, s3_server
+from headrace_services.trainer.control.uploads import Uploads
+from tests.support.s3_server import CUT, DONE, S3Server, s3_server
 from tests.support.stored_runs import RUN, Machine
 from tests.support.waiting import wait_until
 
@@ -126,6 +134,36 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(s3: S3Server, machine:
     assert {folder for folder in folders if folder.startswith("step_")} == {"step_10-t1", "step_20-t2"}
 
 
+def test_later_metrics_are_no_file_of_a_checkpoint(s3: S3Server, machine: Make) -> None:
+    """Nor is what is left of some that a killed trainer was writing."""
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    for name in ("metrics-t1.json", ".metrics-t1.json"):
+        (first.checkpoints.path(10) / name).write_text("{}")
+    with stored_run.collect(first.config, 10) as (manifest, _):
+        assert [name for name in manifest.files if "metrics-t1" in name] == []
+
+
+def test_retention_in_the_midst_of_an_upload_is_no_failure(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine("first")
+    first.start("t1")
+
+    def removed(source: str, target: str) -> None:
+        shutil.rmtree(first.checkpoints.path(10), ignore_errors=True)
+        link_or_copy(source, target)
+
+    monkeypatch.setattr(stored_run, "link_or_copy", removed)
+    first.publish(10)
+    first.finish()
+    assert first.uploads.take_metrics()["store_failures"] == 0
+    first.publish(20)
+    first.finish()
+    assert first.stored() == [20]
+
+
 @pytest.mark.parametrize("fault", ["missing", "changed", "cut off", "manifest"])
 def test_a_damaged_checkpoint_is_passed_over(s3: S3Server, machine: Make, fault: str) -> None:
     first = machine("first")
@@ -174,6 +212,83 @@ def test_a_store_that_fails_ends_no_run_and_is_told(s3: S3Server, machine: Make)
     assert first.uploads.take_metrics()["timing/train/checkpoint_upload"] > 0
 
 
+def test_a_file_that_has_no_name_in_a_store_is_told(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    odd = first.folder / "inputs" / "a\tb"
+    odd.parent.mkdir()
+    odd.touch()
+    first.publish(10)
+    wait_until(lambda: any("rename" in line for line in list_problems(first.config.checkpoint_folder)))
+    odd.unlink()
+    first.finish()
+    assert first.stored() == [10]
+
+
+def test_what_the_store_says_is_in_conflict_is_sent_again(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    conflicts = iter([409])
+    s3.spoil = lambda method, name: next(conflicts, None) if method == "PUT" and "manifests" in name else None
+    first.publish(10)
+    first.finish()
+    assert first.stored() == [10]
+    assert first.uploads.take_metrics()["store_failures"] == 1
+
+
+def test_a_thread_that_can_not_be_started_is_told(s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = machine("first")
+    first.start("t1")
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "ThreadPoolExecutor", Mock(side_effect=RuntimeError("can't start new thread")))
+        first.publish(10)
+        wait_until(lambda: any("thread" in line for line in list_problems(first.config.checkpoint_folder)))
+    first.finish()
+    assert first.stored() == [10]
+
+
+def test_a_chain_that_a_rule_of_the_bucket_has_removed_is_told(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    del s3.objects[s3.names("starts")[0]]
+    first.publish(20)
+    wait_until(lambda: any("starts/" in line for line in list_problems(first.config.checkpoint_folder)))
+    first.uploads.poll()
+    first.uploads.close()
+    # another machine does not begin anew
+    with pytest.raises(CodecError, match="starts/"):
+        machine("second").claim()
+
+
+def test_a_store_that_is_taken_out_of_the_configuration_is_no_problem(s3: S3Server, machine: Make) -> None:
+    config = machine("first").config
+    config.checkpoint_folder.mkdir(parents=True)
+    write_status(config.checkpoint_folder, StoreStatus(URL, 10, "checkpoint 20 is not there"))
+    assert list_problems(config.checkpoint_folder) != []
+    without = config.checkpointing.model_copy(update={"store": None})
+    assert Uploads.of(config.model_copy(update={"checkpointing": without})) is None
+    assert list_problems(config.checkpoint_folder) == []
+
+
+def test_a_store_that_hangs_holds_up_no_end(s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "CLOSE_S", 0.05)
+    answers, answered = threading.Event(), threading.Event()
+
+    def hang(method: str, name: str) -> None:
+        if method == "PUT" and "owners" in name:
+            answers.wait(20)
+            answered.set()
+
+    first = machine("first")
+    first.start("t1")
+    s3.spoil = hang
+    first.uploads.close()
+    assert not answered.is_set()
+    answers.set()
+
+
 def test_the_end_of_a_run_waits_for_the_store_but_not_for_ever(
     s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +319,16 @@ def test_the_store_keeps_what_retention_keeps(s3: S3Server, machine: Make) -> No
     second.publish(40, accuracy=0.3)
     second.finish()
     assert second.stored() == [10, 40]
+
+
+def test_a_folder_keeps_nothing_of_what_was_removed(machine: Make, tmp_path: Path) -> None:
+    first = machine("first", f"file://{tmp_path}/mount", keep_top_k=1, metric_name=None)
+    first.start("t1")
+    for version in (10, 20):
+        first.publish(version)
+        first.finish()
+    there = {path.name for path in (tmp_path / "mount" / RUN).iterdir()}
+    assert there == {"manifests", "owners", "starts", "step_20-t1"}
 
 
 def test_retention_takes_nothing_from_an_upload(s3: S3Server, machine: Make) -> None:
@@ -266,6 +391,28 @@ def test_a_silent_trainer_is_followed_and_then_refused(
     # nor may it start again from what it made
     with pytest.raises(ServiceError, match="went on elsewhere"):
         machine("first").claim("t2")
+
+
+def test_a_trainer_has_given_a_sign_of_life_when_its_start_is_seen(s3: S3Server, machine: Make) -> None:
+    signs: list[bool] = []
+
+    def look(method: str, name: str) -> None:
+        if method == "PUT" and "starts" in name:
+            signs.append(s3.names("owners/t1") != [])
+
+    s3.spoil = look
+    machine("first").start("t1")
+    assert signs == [True]
+
+
+@pytest.mark.parametrize("name", ["trials", "starts"])
+def test_what_a_lost_answer_was_about_is_this_trainers_own(s3: S3Server, machine: Make, name: str) -> None:
+    lost = iter([DONE])
+    s3.spoil = lambda method, of: next(lost, None) if method == "PUT" and name in of else None
+    first = machine("first")
+    first.start("t1")
+    assert next(lost, None) is None
+    assert len(first.store.starts()) == 1
 
 
 def test_of_two_trainers_that_start_at_once_one_is_refused(s3: S3Server, machine: Make) -> None:
@@ -338,6 +485,110 @@ def test_a_run_is_fetched_for_looking_at_it(s3: S3Server, machine: Make, tmp_pat
         stored_run.fetch(store, 10, folder, print)
 
 
+def test_a_fetch_that_was_cut_takes_only_what_is_missing_or_different(
+    s3: S3Server, machine: Make, tmp_path: Path
+) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    fetching = tmp_path / "laptop" / "checkpoints" / ".fetching"
+    s3.spoil = lambda method, name: 503 if method == "GET" and "policy/weights" in name else None
+    with pytest.raises(Restartable):
+        stored_run.fetch(first.store, None, tmp_path / "laptop", print)
+    here = {
+        str(path.relative_to(fetching)): path
+        for part in ("checkpoint", "lineage", "run")
+        for path in (fetching / part).rglob("*")
+        if path.is_file() and path.stat().st_size
+    }
+    here.pop("checkpoint/ledger.json").write_text("{}")
+    (fetching / "checkpoint" / "of_another").touch()
+    s3.spoil, before = lambda method, name: None, len(s3.requests)
+    with contextlib.ExitStack() as stack:
+        other = FolderLock(fetching)
+        stack.callback(other.release)
+        assert other.try_take() is None
+        with pytest.raises(ServiceError, match="in use"):
+            stored_run.fetch(first.store, None, tmp_path / "laptop", print)
+    assert stored_run.fetch(first.store, None, tmp_path / "laptop", print) == 10
+    asked = [request.partition("step_10-t1/")[2] for request in s3.requests[before:] if "GET runs" in request]
+    assert "checkpoint/policy/weights" in asked
+    assert here
+    assert here.keys() & set(asked) == set()
+    fetched = tmp_path / "laptop" / "checkpoints" / "step_10"
+    assert (find_change(fetched), (fetched / "of_another").exists(), fetching.exists()) == (None, False, False)
+
+    # nor does one that was cut as it ended
+    fetching.mkdir()
+    s3.requests.clear()
+    assert stored_run.fetch(first.store, None, tmp_path / "laptop", print) == 10
+    assert (find_change(fetched), [name for name in s3.requests if "policy" in name]) == (None, [])
+
+
+def test_a_fetched_checkpoint_that_is_damaged_before_its_first_start_is_fetched_again(
+    s3: S3Server, machine: Make
+) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    first.uploads.close()
+    second = machine("second")
+    assert second.claim()
+    (second.checkpoints.path(10) / STATE).write_bytes(b"{")
+    assert second.start("t2") == 10
+    assert find_change(second.checkpoints.path(10)) is None
+
+
+def test_a_full_disk_says_that_a_fetch_goes_on(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store.os, "fsync", full)
+        with pytest.raises(ServiceError, match=r"No space left.*goes on"):
+            stored_run.fetch(first.store, None, tmp_path / "laptop", print)
+    assert stored_run.fetch(first.store, None, tmp_path / "laptop", print) == 10
+
+
+def test_a_checkpoint_that_retention_removes_while_it_is_fetched_is_not_damaged(
+    s3: S3Server, machine: Make, tmp_path: Path
+) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+
+    def replaced(method: str, name: str) -> None:
+        if method == "GET" and "policy/weights" in name:
+            for each in s3.names("step_10-t1"):
+                del s3.objects[each]
+
+    s3.spoil = replaced
+    with pytest.raises(Restartable, match="newer"):
+        stored_run.fetch(first.store, 10, tmp_path / "laptop", print)
+
+
+def test_a_stop_ends_a_fetch_and_the_next_start_goes_on(s3: S3Server, machine: Make) -> None:
+    first = machine("first")
+    first.start("t1")
+    first.publish(10)
+    first.finish()
+    first.uploads.close()
+    second, sent = machine("second"), len(s3.requests)
+    assert not second.uploads.claim("another", lambda: any("weights" in name for name in s3.requests[sent:]))
+    assert second.checkpoints.find_published() == []
+    assert second.start("t2") == 10
+
+
 def test_a_manifest_that_leads_out_of_the_folder_is_refused(s3: S3Server, machine: Make, tmp_path: Path) -> None:
     first = machine("first")
     first.start("t1")
@@ -350,7 +601,7 @@ def test_a_manifest_that_leads_out_of_the_folder_is_refused(s3: S3Server, machin
         with pytest.raises(ServiceError, match="leads out"):
             stored_run.fetch(first.store, None, tmp_path / "a" / "b", print)
         assert [*tmp_path.rglob("odd")] == []
-        assert [*(tmp_path / "a").iterdir()] == []
+        assert [path.name for path in (tmp_path / "a").rglob("*") if path.is_file()] == [LOCK]
 
 
 @pytest.mark.parametrize(
@@ -364,6 +615,7 @@ def test_a_store_that_refuses_is_found_before_the_start(
     with pytest.raises(ServiceError, match=word) as refused:
         machine("first").claim()
     assert refused.type is kind
+    assert "test-secret" not in str(refused.value)
 
 
 def test_a_store_without_conditional_puts_is_refused(
@@ -373,6 +625,14 @@ def test_a_store_without_conditional_puts_is_refused(
     with pytest.raises(ServiceError, match="If-None-Match"):
         machine("first").claim()
     assert s3.names() == []
+
+
+@pytest.mark.parametrize("url", ["runs/adder", "http://x/y", "s3:/x", "s3://bucket/x?y=z", "s3://bucket/team#1"])
+def test_an_address_that_is_none_is_refused(machine: Make, url: str) -> None:
+    with pytest.raises(ConfigError, match="s3://BUCKET"):
+        RunStore(url)
+    with pytest.raises(ValidationError):
+        machine("first", url)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,11 +150,13 @@ torchrun: 29500
   value: /data/cache/inductor
 {{- end -}}
 
-{{/* Their variables from a Secret: HF_TOKEN, WANDB_API_KEY, … */}}
+{{/* Their variables from Secrets: HF_TOKEN, WANDB_API_KEY, … Usage: (list NAME …), of which some may be empty */}}
 {{- define "headrace.variables" -}}
-{{- with .Values.secrets.variables -}}
+{{- with compact . -}}
 envFrom:
+{{- range . }}
   - secretRef: {name: {{ . }}}
+{{- end }}
 {{- end -}}
 {{- end -}}
 
@@ -416,7 +418,7 @@ spec:
         {{- if .Values.trainer.gpus }}
         - {name: HEADRACE_TRAINER__DEVICE, value: cuda}
         {{- end }}
-      {{- with include "headrace.variables" . }}{{ . | nindent 6 }}{{ end }}
+      {{- with include "headrace.variables" (list .Values.secrets.variables .Values.secrets.store) }}{{ . | nindent 6 }}{{ end }}
       ports:
         - {name: https, containerPort: {{ $ports.trainer }}}
         {{- if gt $nodes 1 }}
