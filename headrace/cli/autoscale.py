@@ -13,14 +13,14 @@ from headrace.base.errors import ConfigError
 from headrace.base.printable import printable
 from headrace.cli.common import RunArgument
 from headrace.config import Config
-from headrace.launch import runs
-from headrace.launch.autoscaler import Further, Jobs, Processes, is_over, replica_command
+from headrace.launch import device_plan, runs
+from headrace.launch.autoscaler import Further, Jobs, Processes, replica_command
 from headrace.launch.autoscaler import autoscale as keep
 from headrace.launch.supervisor import Supervisor, child_environ
 from headrace.net.credentials import buffer_url
 from headrace.net.service import stop_on_signals
 from headrace.replay import ReplayClient
-from headrace.run import now
+from headrace.run import history
 
 
 def autoscale(
@@ -52,7 +52,7 @@ def autoscale(
     generated.
     """
     config = runs.find(run)
-    if is_over(config):
+    if history.judge(config, [], None).is_down:
         raise ConfigError(f"{run} is not up; start it with `headrace up {config.run_folder / runs.SAVED}`")
     if most <= config.rollout.replicas:
         raise ConfigError(
@@ -62,7 +62,13 @@ def autoscale(
         raise ConfigError(
             "--submit and --cancel belong together: what starts a job has to be ended by something; give both"
         )
-    asyncio.run(_keep(config, most, devices, submit, cancel))
+    if submit is not None and devices is not None:
+        raise ConfigError(
+            f"--devices {devices} are GPUs of this machine, and --submit starts replicas elsewhere; give one of the two"
+        )
+    lock, taken = config.run_folder / ".autoscale.lock", f"run {config.run.id} has an autoscaler already"
+    with runs.held(lock, taken, "stop that one first"):
+        asyncio.run(_keep(config, most, devices, submit, cancel))
 
 
 async def _keep(config: Config, most: int, devices: str | None, submit: str | None, cancel: str | None) -> None:
@@ -71,7 +77,13 @@ async def _keep(config: Config, most: int, devices: str | None, submit: str | No
 
     supervisor = Supervisor(child_environ(os.environ, config.variables), report)
     try:
-        further = choose(config, supervisor, most, devices, submit, cancel)
+        saved = config.run_folder.absolute() / runs.SAVED
+        further: Further
+        if submit is not None and cancel is not None:
+            further = Jobs(submit, cancel, saved.parent / "autoscale.jobs")
+        else:
+            slices = _slices(config, devices, most)
+            further = Processes(supervisor, replica_command(saved), saved.parent / "logs", slices)
         async with contextlib.aclosing(
             await ReplayClient.connect(buffer_url(config, "reader"), config.run.id)
         ) as client:
@@ -80,22 +92,11 @@ async def _keep(config: Config, most: int, devices: str | None, submit: str | No
         supervisor.close()
 
 
-def choose(
-    config: Config, supervisor: Supervisor, most: int, devices: str | None, submit: str | None, cancel: str | None
-) -> Further:
-    """Return what starts and ends further replicas: two commands, or else this machine. Raises `ConfigError`."""
-    if submit is not None and cancel is not None:
-        return Jobs(submit, cancel)
-    saved = config.run_folder.absolute() / runs.SAVED
-    return Processes(supervisor, replica_command(saved), saved.parent / "logs", _slices(config, devices, most))
-
-
 def _slices(config: Config, devices: str | None, most: int) -> list[str] | None:
     """Return the devices of each further replica on this machine; None if replicas take none. Raises `ConfigError`."""
     size, further = config.policy.generation.vllm_cfg.tensor_parallel_size, most - config.rollout.replicas
     if devices is None:
-        known = now.read(config.run_folder)
-        if known is not None and any(replica.device == "cuda" for replica in known.replicas):
+        if device_plan.has_gpus_for_replicas(config.run_folder):
             raise ConfigError(
                 f"the replicas of this run are on GPUs; give those of {further} more with --devices, {size} for each"
             )

@@ -56,7 +56,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = [each for each in self.params if isinstance(each, TyperArgument)]
         option = next((each for each in self.params if isinstance(each, TyperOption) and RUN in each.opts), None)
-        if arguments and arguments[0].metavar == "RUN" and option is None:
+        if arguments and "RUN" in (arguments[0].metavar or "").split("|") and option is None:
             args = _as_argument(args)
         elif option is not None and option.required and not _gives_run(args):
             places = self._places_of_arguments(args)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from headrace.base.devices import DeviceMemory, Site
 from headrace.base.errors import ConfigError
-from headrace.cli.common import MOST_GIB, WIDTH, ConfigArgument, Overrides, plain_table, say
+from headrace.cli.common import MOST_GIB, WIDTH, App, ConfigArgument, Overrides, plain_table, say
 from headrace.config import Config, load
 from headrace.config.yaml_text import parse
 from headrace.launch import runs
@@ -23,9 +23,9 @@ from headrace.launch.entry_points import load_entry_point
 from headrace.run import history, now
 from headrace.run.balance import Balance, Workload, advise, spread
 from headrace.run.findings import Window
-from headrace.run.measured import measure
+from headrace.run.measured import MOST_SHARED, change, configured, measure
 
-app = typer.Typer(help="Plan the resources of a run.", no_args_is_help=True)
+app = App(help="Plan the resources of a run.", no_args_is_help=True)
 
 GIB = 2**30
 
@@ -143,9 +143,9 @@ def balance(
     mean_tokens: Annotated[float | None, _before_first("mean tokens of a completion.")] = None,
     training_seconds: Annotated[float | None, _before_first("from a batch to its new weights.")] = None,
     length_spread: Annotated[
-        float, _before_first("standard deviation of the logarithm of a completion's tokens (0.6).", min=0, max=3)
-    ] = 0.6,
-    scoring_seconds: Annotated[float, _before_first("of an environment for a completion.", min=0)] = 0.0,
+        float | None, _before_first("standard deviation of the logarithm of a completion's tokens (0.6).", min=0, max=3)
+    ] = None,
+    scoring_seconds: Annotated[float | None, _before_first("of an environment for a completion.", min=0)] = None,
     scoring_places: Annotated[
         int | None, _before_first("completions that the environments score at a time.", min=1)
     ] = None,
@@ -160,19 +160,28 @@ def balance(
         "--mean-tokens": mean_tokens,
         "--training-seconds": training_seconds,
     }
+    others = {
+        "--length-spread": length_spread,
+        "--scoring-seconds": scoring_seconds,
+        "--scoring-places": scoring_places,
+    }
     columns: dict[str, tuple[Workload, Balance]] = {}
     if Path(run).is_file():
         config = load(Path(run), overrides or ())
-        work = _assume(config, rates, length_spread)
-        work = dataclasses.replace(work, scoring_s=scoring_seconds, scoring_places=scoring_places)
+        work = _assume(config, rates, 0.6 if length_spread is None else length_spread)
+        work = dataclasses.replace(work, scoring_s=scoring_seconds or 0.0, scoring_places=scoring_places)
         trained_tokens = work.tokens_a_step
     else:
-        if given := [option for option, rate in rates.items() if rate is not None]:
+        if given := [option for option, value in (rates | others).items() if value is not None]:
             raise ConfigError(f"{', '.join(given)}: the rates of run {run} are measured; give them with a run's YAML")
-        config = runs.find(run, overrides or ())
+        config = runs.find(run)
         found = measure(config.run_folder, config, history.read(config).lines, window, now.read(config.run_folder))
         work, trained_tokens = found.workload, found.trained_tokens
-        if not overrides:  # with them, it is not what was measured
+        if overrides:
+            config, before = runs.find(run, overrides), config
+            work = change(found.workload, before, config)
+            trained_tokens *= work.prompts / found.workload.prompts
+        else:
             columns["measured"] = work, found.balance
     advice = advise(work)
     columns |= {"computed": advice.now, "proposed": advice.proposed}
@@ -194,36 +203,26 @@ def balance(
 
 def _assume(config: Config, rates: Mapping[str, float | None], sigma: float) -> Workload:
     """Return the workload of a configuration with given rates. Raises `ConfigError` without one of them."""
-    if missing := [option for option, rate in rates.items() if rate is None or not rate > 0]:
+    if missing := [option for option, rate in rates.items() if rate is None or not 0 < rate < math.inf]:
         raise ConfigError(f"{', '.join(missing)}: give a rate above 0 for each, or a run whose rates can be measured")
     replica, alone, tokens, training_s = (rate or 0.0 for rate in rates.values())
-    algorithm = config.algorithm
-    n = algorithm.num_generations_per_prompt
-    most = config.policy.generation.vllm_cfg.max_num_seqs
-    places = config.rollout.max_concurrent_groups
-    full = min(most or math.inf, places * n)
+    given = configured(config)
+    n = config.algorithm.num_generations_per_prompt
+    full = min(given["sequences"] or math.inf, given["places"] * n)
     if full * alone < replica:
         raise ConfigError(
             f"--tokens-per-second {replica:g} is more than {full:g} completions with {alone:g} tokens a second each make; raise "
             "--sequence-tokens-per-second, policy.generation.vllm_cfg.max_num_seqs or rollout.max_concurrent_groups"
         )
+    if replica < alone:
+        raise ConfigError(
+            f"--tokens-per-second {replica:g}: a full replica makes no less than a completion that is alone, {alone:g} "
+            "(--sequence-tokens-per-second)"
+        )
     # a token takes token_s + per_sequence_s alone, and token_s + full * per_sequence_s in a full replica
-    per_sequence_s = (full / replica - 1 / alone) / (full - 1) if full > 1 else 0.0
-    token_s = 1 / alone - per_sequence_s
-    return Workload(
-        prompts=algorithm.num_prompts_per_step,
-        lengths=spread(tokens, sigma, n),
-        token_s=token_s,
-        per_sequence_s=per_sequence_s,
-        training_s=training_s,
-        replicas=config.rollout.replicas,
-        places=places,
-        sequences=most,
-        age=algorithm.max_age,
-        policy=algorithm.asynchrony.staleness_policy,
-        ahead=algorithm.ahead_steps,
-        drains=not (algorithm.asynchrony.enabled and algorithm.asynchrony.in_flight_weight_updates),
-    )
+    per_sequence_s = min((full / replica - 1 / alone) / (full - 1), MOST_SHARED / alone) if full > 1 else 0.0
+    rest = {"lengths": spread(tokens, sigma, n), "training_s": training_s, "per_sequence_s": per_sequence_s}
+    return Workload(**given, **rest, token_s=1 / alone - per_sequence_s)
 
 
 def _describe(

@@ -23,7 +23,7 @@ from headrace.cli.weights import NamedModel, WeightsArgument
 from headrace.config import Config, threads
 from headrace.launch.supervisor import Child, Supervisor, child_environ
 from headrace.net import api_key
-from headrace.net.service import bind
+from headrace.net.service import bind, stop_signals
 
 _SERVER, _LIMITED = "vllm.entrypoints.openai.api_server", "headrace.net.limited_server"
 # For requests in progress when the server is stopped.
@@ -171,7 +171,7 @@ async def _run(options: Sequence[str], environ: Mapping[str, str]) -> int:
         signals.append(signum)
         stopped.set()
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in stop_signals():
         asyncio.get_running_loop().add_signal_handler(signum, on, signum)
     running, stopping = asyncio.create_task(supervisor.run(server)), asyncio.create_task(stopped.wait())
     try:

@@ -38,6 +38,7 @@ from headrace.env.wire import (
 )
 from headrace.net import rpc, tracing
 from headrace.net.credentials import Credentials
+from headrace.net.service import stop_signals
 from headrace.records.score import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
@@ -46,7 +47,6 @@ from headrace.v1 import trajectory_pb2
 _log = logging.getLogger("headrace.env.environment")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 5.0
 _LINE_S = 0.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Refusals that another try won't change.
 _FINAL = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -131,7 +131,7 @@ class Attachment:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        former = {signum: signal.signal(signum, lambda *_: self._ask_to_stop()) for signum in _SIGNALS}
+        former = {signum: signal.signal(signum, lambda *_: self._ask_to_stop()) for signum in stop_signals()}
         try:
             yield
         finally:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.base.errors import ConfigError, ReplayUnavailable, ServiceError
+from headrace.base.files import atomic_write
+from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.launch.supervisor import Child, Supervisor
 from headrace.replay import ReplayClient
@@ -40,8 +42,11 @@ class Further(Protocol):
     async def remove(self) -> None:
         """End the newest."""
 
-    def check(self) -> None:
-        """Raise the error of one that can't continue."""
+    async def close(self) -> None:
+        """End all. Raises the error of one that may still run."""
+
+    def check(self, stepped: bool) -> None:
+        """Raise the error of one that can't continue. `stepped`: the trainer has taken a step since."""
 
 
 class Processes:
@@ -63,32 +68,45 @@ class Processes:
         if self._devices is not None:
             environ = environ | {"CUDA_VISIBLE_DEVICES": self._devices[number]}
         name = f"rollout-further-{number + 1}"
-        child = Child(name, self._argv, self._logs / f"{name}.log", environ=environ)
+        # the buffer has been there: a replica that loses it waits for it
+        child = Child(name, self._argv, self._logs / f"{name}.log", environ=environ, was_ready=True)
         self._running.append((child, asyncio.create_task(self._supervisor.supervise(child))))
 
     async def remove(self) -> None:
         child, task = self._running.pop()
-        task.cancel()
-        await asyncio.wait([task])
+        await cancel([task])
         await self._supervisor.stop([child])
 
-    def check(self) -> None:
-        for _, task in self._running:
+    async def close(self) -> None:
+        children = [child for child, _ in self._running]
+        await cancel([task for _, task in self._running])
+        self._running.clear()
+        await self._supervisor.stop(children)
+
+    def check(self, stepped: bool) -> None:
+        for child, task in self._running:
+            if stepped:
+                child.fruitless = 0
             if task.done():
                 task.result()
 
 
 class Jobs:
     """Replicas as jobs of a batch system. `submit` is a shell command that starts one and prints its id last; `cancel` one that ends the
-    job `{id}` with SIGTERM."""
+    job `{id}` with SIGTERM. Their ids are in the file `ledger` while they may run, because nobody else knows them."""
 
-    def __init__(self, submit: str, cancel: str) -> None:
+    def __init__(self, submit: str, cancel: str, ledger: Path) -> None:
         if "{id}" not in cancel:
             raise ConfigError(
                 f"--cancel {cancel!r} does not say which job; give the place of its id, for example 'scancel {{id}}'"
             )
-        self._submit, self._cancel = submit, cancel
+        if ledger.exists():
+            raise ConfigError(
+                f"an autoscaler was killed that had started the jobs {ledger.read_text(encoding='utf-8')}; end them, and remove {ledger}"
+            )
+        self._submit, self._cancel, self._ledger = submit, cancel, ledger
         self._ids: list[str] = []
+        self._left: dict[str, ServiceError] = {}  # those that could not be cancelled: they may have ended by themselves
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -98,20 +116,47 @@ class Jobs:
         if not words:
             raise ServiceError(f"{self._submit} printed no id of a job; have it print one, as sbatch --parsable does")
         self._ids.append(words[-1])
+        self._note()
 
     async def remove(self) -> None:
-        await _run(self._cancel.replace("{id}", shlex.quote(self._ids[-1])))
-        self._ids.pop()
+        job = self._ids.pop()
+        try:
+            await _run(self._cancel.replace("{id}", shlex.quote(job)))
+        except ServiceError as error:
+            self._left[job] = error
+        self._note()
 
-    def check(self) -> None:
+    async def close(self) -> None:
+        while self._ids:
+            await self.remove()
+        if self._left:
+            *_, error = self._left.values()
+            raise ServiceError(
+                f"{error}; end the jobs {' '.join(self._left)}, if they still run, and remove {self._ledger}"
+            )
+
+    def check(self, stepped: bool) -> None:
         """A job that ends by itself is the batch system's to report."""
+
+    def _note(self) -> None:
+        if jobs := [*self._left, *self._ids]:
+            with atomic_write(self._ledger) as unfinished:
+                unfinished.write_text(" ".join(jobs), encoding="utf-8")
+        else:
+            self._ledger.unlink(missing_ok=True)
 
 
 async def _run(command: str) -> str:
     """Return what a shell command printed. Raises `ServiceError` if it fails."""
     try:
         done = await asyncio.to_thread(
-            subprocess.run, command, shell=True, capture_output=True, text=True, timeout=_COMMAND_S
+            subprocess.run,
+            command,
+            shell=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_S,
+            start_new_session=True,  # Ctrl-C is not for it
         )
     except subprocess.TimeoutExpired as error:
         raise ServiceError(f"{command} has not ended after {_COMMAND_S:.0f} s") from error
@@ -138,33 +183,41 @@ async def autoscale(
 ) -> None:
     """Keep as many replicas as the run wants, `rollout.replicas` at least and `most` at most, until it is over or `stop` is set. Then end
     what was started. Raises the error of a replica that can't continue."""
-    base, unreachable = config.rollout.replicas, 0
+    base, unreachable, seen, told = config.rollout.replicas, 0, -1, set[str]()
     wanted = ReplicasWanted(client, config.algorithm.ahead_steps, base, most)
+
+    def tell(line: str) -> None:
+        if line not in told:
+            report(line)
+        told.add(line)
+
     try:
         while not stop.is_set() and not is_over(config) and unreachable < _UNREACHABLE:
-            further.check()
+            further.check(wanted.seen > seen)
+            seen = wanted.seen
             try:
-                target = await wanted.decide(await client.stats()) - base
+                await _follow(further, await wanted.decide(await client.stats()) - base, base, tell)
+                unreachable = 0
+                told.clear()
             except ReplayUnavailable as error:
                 unreachable += 1
-                report(f"{error}; the replicas stay as they are")
-            else:
-                unreachable = 0
-                await _follow(further, target, base, report)
+                tell(f"{error}; the replicas stay as they are")
+            except ServiceError as error:  # of a command, which may do the next time what it did before
+                if not len(further):
+                    raise
+                tell(f"{error}; trying again")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), look_s)
     finally:
-        while len(further):
-            await further.remove()
+        await further.close()
 
 
-async def _follow(further: Further, target: int, base: int, report: Callable[[str], None]) -> None:
-    if target != len(further):
-        report(f"{base + target} replicas are wanted, and {base + len(further)} were started")
-    while len(further) < target:
-        await further.add()
-    while len(further) > target:
-        await further.remove()
+async def _follow(further: Further, target: int, base: int, tell: Callable[[str], None]) -> None:
+    change = target - len(further)
+    if change:
+        tell(f"{base + target} replicas are wanted, and {base + len(further)} were started")
+    for _ in range(abs(change)):
+        await (further.add() if change > 0 else further.remove())
 
 
 def is_over(config: Config) -> bool:

@@ -8,11 +8,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from headrace.base.devices import DeviceMemory, Site
 from headrace.base.errors import ConfigError, MissingPackage, ServiceError
 from headrace.config import Config
+from headrace.config.data import DataSourceConfig, HubName
 from headrace.config.environments import (
     AttachedConfig,
     CodeConfig,
@@ -242,7 +243,12 @@ def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]
     if not config.policy.model_name.startswith(_MODELS):
         yield "rollout", [_HUB]
         yield "trainer", [_HUB]
-    elif config.logger.wandb_enabled or config.logger.mlflow_enabled or config.checkpointing.store is not None:
+    elif (
+        config.logger.wandb_enabled
+        or config.logger.mlflow_enabled
+        or config.checkpointing.store is not None
+        or any(_on_the_hub(source) for source in config.data.sources)
+    ):
         yield "trainer", [_HUB]
     ports = set()
     for name, env in config.env.items():
@@ -252,6 +258,11 @@ def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]
             ports.add(int(env.address.rpartition(":")[2]))
     if ports:
         yield "reward", sorted(ports)
+
+
+def _on_the_hub(source: DataSourceConfig) -> bool:
+    path = source.data_path
+    return source.dataset_name in get_args(HubName) or (path is not None and not os.path.exists(path))
 
 
 def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
@@ -272,7 +283,13 @@ def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
             yield f"env.{name}: give the Secret with the judges' keys as reward.keys, and /run/keys/FILE as their api_key_file"
         elif isinstance(env, AttachedConfig) and name not in cluster.images:
             yield f"env.{name}: your process attaches to the reward hub; with --environment {name}=IMAGE:TAG the chart runs it"
-    for name in ("train", "validation"):
-        path = getattr(getattr(config.data, name, None), "data_path", None)
-        if path is not None and os.path.exists(path):
-            yield f"data.{name}.data_path {path} is a file of this machine: it must be in the image, under /data, or on the volume `models`"
+    for source in config.data.sources:
+        code = [name.rpartition(":")[0] for name in (source.dataset_name, source.processor) if name and ".py:" in name]
+        for path in (source.data_path, source.prompt_file, source.system_prompt_file, *code):
+            if path is not None and os.path.exists(path):
+                yield f"data: {path} is a file of this machine: it must be in the image, under /data, or on the volume `models`"
+    if config.checkpointing.store is not None:
+        yield (
+            f"checkpointing.store {config.checkpointing.store}: give its credentials in the Secret of secrets.variables, "
+            f"and open its port for the trainer in networkPolicies.outbound, if it is not {_HUB}"
+        )

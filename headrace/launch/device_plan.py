@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.base import devices
 from headrace.base.devices import Device, DeviceMemory, DevicePlan, Inventory, Site, TooFewDevices
-from headrace.base.errors import ConfigError, ServiceError
-from headrace.base.files import atomic_write
+from headrace.base.errors import CodecError, ConfigError, ServiceError
+from headrace.base.files import UNREADABLE, atomic_write
 from headrace.config import Config, threads
 from headrace.config.loading import variable_name
 from headrace.config.threads import Threads
@@ -241,13 +243,26 @@ def record(plan: DevicePlan | None, planned: Threads, folder: Path) -> None:
         unfinished.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
-def read_record(folder: Path) -> list[tuple[str, str]]:
-    """Return the lines of `headrace status` about the devices and threads of each process; none for a run that `up` never started."""
+def read(folder: Path) -> dict[str, list[str]]:
+    """Return what `record` stored in a run's folder; nothing for a run that `up` never started. Raises `CodecError` for a damaged file."""
+    path = folder / FILE
     try:
-        table = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
     except FileNotFoundError:
-        return []
+        return {}
+    except UNREADABLE as error:
+        raise CodecError(f"{path} can't be read ({error}); remove it") from error
+
+
+def read_record(folder: Path) -> list[tuple[str, str]]:
+    """Return the lines of `headrace status` about the devices and threads of each process. Raises as `read` does."""
+    table = read(folder)
     return [("devices" if name == next(iter(table)) else "", _line(name, own)) for name, own in table.items()]
+
+
+def has_gpus_for_replicas(folder: Path) -> bool:
+    """Whether the replicas of the run in `folder` are on GPUs. Raises as `read` does."""
+    return any(own for name, own in read(folder).items() if name.startswith(_REPLICA))
 
 
 def _line(name: str, own: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from headrace.launch.probe import LONGEST_PROBE_GAP_S, NO_ANSWER, http_get, pars
 from headrace.launch.summary import UPDATING, Display, RunSummary, ServiceLine, Wait
 from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.net.credentials import buffer_url, load_credentials
+from headrace.net.service import SAVE_DEADLINE_S, stop_signals
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
 from headrace.run import prompt_counts
 from headrace.run.checkpoints import list_set_aside
@@ -32,9 +33,7 @@ from headrace.run.object_store import list_problems
 
 # Importing torch takes a while on a busy machine; past this, a service hangs rather than being slow.
 READY_DEADLINE_S = 120.0
-# How long a trainer that is being stopped may take for its step and a checkpoint.
-SAVE_DEADLINE_S = 600.0
-# The same, when the run's folder is gone.
+# How long a trainer that is being stopped may take when the run's folder is gone.
 WITHOUT_FOLDER_S = 5.0
 POLL_S = 1.0
 # While services start.
@@ -144,7 +143,7 @@ class Pipeline:
                 self.display.print(f"{signal.Signals(signum).name}: {saving}stopping (once more to kill at once)")
 
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in stop_signals():
             loop.add_signal_handler(signum, on, signum)
         # as a program that SIGPIPE ends; not at once, because it may be found out while a line is printed
         self.display.stop_when_unread(partial(loop.call_soon, on, signal.SIGPIPE))

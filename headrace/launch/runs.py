@@ -226,29 +226,36 @@ def lock(config: Config) -> Iterator[None]:
     """Hold the run's lock. If the folder contains nothing else at the end, it is removed. Raises `ServiceError` if another process holds
     the lock."""
     folder = config.run_folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / RUN_LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            handle.seek(0)
-            owner = handle.read().strip() or "another process"
-            raise ServiceError(
-                f"run {config.run.id} is already up (process {owner}); stop it first, or give another run.id"
-            ) from None
-        handle.truncate(0)
-        handle.write(f"{os.getpid()}\n")
-        handle.flush()
+    remedy = "stop it first, or give another run.id"
+    with held(folder / RUN_LOCK, f"run {config.run.id} is already up", remedy):
         try:
             yield
         finally:
             if folder.is_dir() and [path.name for path in folder.iterdir()] == [RUN_LOCK]:
                 (folder / RUN_LOCK).unlink()
                 folder.rmdir()
+
+
+@contextlib.contextmanager
+def held(path: Path, problem: str, remedy: str) -> Iterator[None]:
+    """Hold the lock of a file, which names this process. If another process holds it, raise `ServiceError` with the problem, that process
+    and the remedy."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path.parent, error) from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            owner = handle.read().strip() or "another process"
+            raise ServiceError(f"{problem} (process {owner}); {remedy}") from None
+        handle.truncate(0)
+        handle.write(f"{os.getpid()}\n")
+        handle.flush()
+        yield
 
 
 @contextlib.contextmanager

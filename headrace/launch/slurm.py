@@ -63,8 +63,8 @@ def write_job(
         raise ConfigError("run.id is not set: give run.id=NAME, by which the next job continues the run")
     if nodes < 2:
         raise ConfigError(
-            f"--nodes {nodes}: on one node `headrace up` is the job: "
-            f"sbatch --gpus-per-node={gpus} --signal=B:TERM@900 --wrap 'exec headrace up {path} run.id={config.run.id}'"
+            f"--nodes {nodes}: on one node `headrace up` is the job: sbatch --gpus-per-node={gpus} --signal=B:TERM@900 --wrap "
+            + shlex.quote(f"exec {shlex.join(['headrace', 'up', str(path), *overrides])}")
         )
     wanted = {
         "trainer.num_processes": config.trainer.num_processes,

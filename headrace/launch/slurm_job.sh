@@ -72,9 +72,10 @@ done
 # --- The trainer, on as many nodes as it has ranks on ---------------------------------------------------------------------------------------
 
 trainers=() stopped=0 failed=0
+# srun hands SIGUSR1 on, by which the ranks save a checkpoint. At SIGTERM it kills them.
 tell() { ((${#trainers[@]} == 0)) || kill -s "$1" "${trainers[@]}" 2> /dev/null || :; }
-trap 'stopped=1; tell TERM' TERM            # the job's time ends: save a checkpoint
-trap 'stopped=1 failed=1; tell TERM' USR1   # a service has ended with an error
+trap 'stopped=1; tell USR1' TERM            # the job's time ends
+trap 'stopped=1 failed=1; tell USR1' USR1   # a service has ended with an error
 
 # The exit code of a background process, however many signals this shell gets meanwhile.
 await() {
@@ -102,7 +103,7 @@ train() {
   done
   await "$node" || code=$?
   # ranks that wait for one that died would do so until their own deadlines
-  { sleep 60; ((stopped)) || tell TERM; sleep 60; ((stopped)) || tell KILL; } &
+  { sleep 60; ((stopped)) || tell USR1; sleep 60; ((stopped)) || tell TERM; } &
   local ender=$!
   for node in "${trainers[@]}"; do await "$node" || ((code)) || code=$?; done
   kill "$ender" 2> /dev/null || :

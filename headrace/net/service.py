@@ -42,6 +42,8 @@ EXIT_INTERNAL_ERROR = os.EX_SOFTWARE
 EXIT_BUFFER_UNAVAILABLE = os.EX_TEMPFAIL
 # 128 + SIGTERM: the service was stopped before its work was done.
 EXIT_STOPPED = 143
+# How long a trainer that is being stopped may take for its step and a checkpoint.
+SAVE_DEADLINE_S = 600.0
 # The variable that names the file for a service's `Ending`. It doesn't begin with HEADRACE_, which would make it a configuration key.
 ENDING = "_HEADRACE_ENDING"
 # The variable that lists the descriptors of the sockets which reserve a service's ports.
@@ -318,11 +320,17 @@ async def serve_openly(
         await task
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a process in order: SIGTERM, SIGINT, and SIGHUP, unless `nohup` keeps that from it."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
 def stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM or SIGINT sets. Call it from the running loop."""
+    """Return an event that any of `stop_signals` sets. Call it from the running loop."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in stop_signals():
         loop.add_signal_handler(signum, event.set)
     return event
 

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ _FIELDS = ("id", "part", "group", "what", "tokens")
 # The server's clock tells milliseconds.
 _CLOCK_S = 1e-3
 # Some of the time of a token is not shared with other sequences, however little the measurements tell of it.
-_MOST_SHARED = 0.99
+MOST_SHARED = 0.99
 
 Floats = NDArray[np.float64]
 
@@ -67,40 +67,67 @@ def measure(
     steps = [line for line in usual(in_window(lines, window)) if math.isfinite(line.metrics.get(TOTAL, math.nan))]
     if not steps:
         raise ConfigError(f"{folder} has no timed step yet; plan again after a few, or plan its configuration")
-    algorithm, asynchrony = config.algorithm, config.algorithm.asynchrony
     replicas = count_replicas(config, now)
     generation = read_generation(folder, (steps[0].time - steps[0].metrics[TOTAL], steps[-1].time), replicas)
-    episodes = any(environment.runs_episodes for environment in config.env.values())
     step_s, waited_s = _mean(steps, TOTAL), _mean(steps, "timing/train/exposed_generation")
-    drains = not (asynchrony.enabled and asynchrony.in_flight_weight_updates)
+    given = configured(config)
     # a refit that drains has the wait for running completions in its time; the shortest has the least of it
     refits = [line.metrics.get("timing/train/weight_sync", 0.0) for line in steps]
-    refit_s = min(refits) if drains else statistics.fmean(refits)
+    refit_s = min(refits) if given["drains"] else statistics.fmean(refits)
+    algorithm = config.algorithm
     trajectories = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
+    measured = {
+        "prompts": _groups_a_step(steps, algorithm.num_prompts_per_step),
+        "lengths": generation.lengths,
+        "token_s": generation.token_s,
+        "per_sequence_s": generation.per_sequence_s,
+        "training_s": step_s - waited_s - statistics.fmean(refits),
+        "refit_s": refit_s,
+        "replicas": replicas,
+        "scoring_s": _scoring_s(steps),
+        "scoring_places": _scoring_places(now),
+    }
     return Measured(
-        Workload(
-            prompts=_groups_a_step(steps, algorithm.num_prompts_per_step),
-            lengths=generation.lengths,
-            token_s=generation.token_s,
-            per_sequence_s=generation.per_sequence_s,
-            training_s=step_s - waited_s - statistics.fmean(refits),
-            refit_s=refit_s,
-            replicas=replicas,
-            places=config.rollout.max_concurrent_groups,
-            sequences=config.policy.generation.vllm_cfg.max_num_seqs,
-            scoring_s=_scoring_s(steps),
-            scoring_places=_scoring_places(now),
-            age=algorithm.max_age,
-            policy=asynchrony.staleness_policy,
-            ahead=algorithm.ahead_steps,
-            drains=drains,
-            runners=config.agents.runners if episodes else None,
-            episode_places=config.agents.slots // algorithm.num_generations_per_prompt if episodes else 0,
-        ),
+        Workload(**{**given, **measured}),
         Balance(step_s, 1 - waited_s / step_s, generation.generating),
         len(steps),
         _mean(steps, "mean_gen_tokens_per_sample") * trajectories,
     )
+
+
+def configured(config: Config) -> dict[str, Any]:
+    """Return what a configuration says of its workload: how much of it there is, and not how fast it is."""
+    algorithm, agents = config.algorithm, config.agents
+    asynchrony = algorithm.asynchrony
+    episodes = any(environment.runs_episodes for environment in config.env.values())
+    return {
+        "prompts": algorithm.num_prompts_per_step,
+        "replicas": config.rollout.replicas,
+        "places": config.rollout.max_concurrent_groups,
+        "sequences": config.policy.generation.vllm_cfg.max_num_seqs,
+        "age": algorithm.max_age,
+        "policy": asynchrony.staleness_policy,
+        "ahead": algorithm.ahead_steps,
+        "drains": not (asynchrony.enabled and asynchrony.in_flight_weight_updates),
+        "runners": agents.runners if episodes else None,
+        "episode_places": agents.slots // algorithm.num_generations_per_prompt if episodes else 0,
+    }
+
+
+def change(work: Workload, before: Config, after: Config) -> Workload:
+    """Return the workload that was measured with one configuration as it would be with another. Raises `ConfigError` if nothing would
+    change, or if what changes can't be told from what was measured."""
+    was, new = configured(before), configured(after)
+    changed = {name: value for name, value in new.items() if value != was[name]}
+    groups = [config.algorithm.num_generations_per_prompt for config in (before, after)]
+    if not changed or groups[0] != groups[1]:
+        raise ConfigError(
+            f"a run that was measured with groups of {groups[0]} tells what another number of replicas, runners, places or prompts would "
+            "do, or another age bound; change one of these alone, or plan a run's YAML with given rates"
+        )
+    if "prompts" in changed:  # of which some may be filtered
+        changed["prompts"] = round(work.prompts * new["prompts"] / was["prompts"])
+    return dataclasses.replace(work, **changed)
 
 
 def _mean(steps: Sequence[Line], metric: str) -> float:
@@ -203,5 +230,5 @@ def fit_speed(tokens: Floats, took: Floats, beside: Floats) -> tuple[float, floa
     # what the load of one differs from the mean load, in tokens
     extra = tokens * (beside - load)
     slope = float(extra @ (took - tokens * seconds) / max(extra @ extra, 1e-12))
-    per_sequence_s = min(max(slope, 0.0), _MOST_SHARED * float(seconds) / load)
+    per_sequence_s = min(max(slope, 0.0), MOST_SHARED * float(seconds) / load)
     return float(seconds) - per_sequence_s * load, per_sequence_s

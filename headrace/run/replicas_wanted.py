@@ -20,6 +20,11 @@ class ReplicasWanted:
         self._newest: str | None = None  # the id of the newest metrics that were read
         self._steps: list[StepTime] = []
 
+    @property
+    def seen(self) -> int:
+        """The newest step that was looked at, -1 before the first."""
+        return -1 if self._wanted is None else self._wanted.seen
+
     async def decide(self, stats: Mapping[str, Any]) -> int:
         """Return how many are wanted, from the buffer's statistics and the steps that were published since. Raises as a call does."""
         if self._newest is None:

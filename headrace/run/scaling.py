@@ -5,14 +5,15 @@ pace, not the length of a queue: the buffer lets only so many groups be in fligh
 
 - *Up*: the trainer waited for generation through a tenth or more of its newest steps. It gets as many replicas as keep pace with it
   (`balance.enough_replicas`). Waits for scores don't count.
-- *Down*, by one: for three steps in a row it hardly waited, a whole batch lies finished, and nothing that may be generated waits.
+- *Down*, by one, or by a little more than a tenth: for three steps in a row it hardly waited, a whole batch lies finished, and nothing that
+  may be generated waits.
 - *Not back and forth*: a number with which the trainer once waited is not tried again. Nor are more replicas after some that did not make
   steps faster: they are given back, because stragglers or the age bound hold the trainer up (`headrace plan balance` tells which). Both is
   forgotten once steps take a quarter longer.
 
 Only a new step of the trainer is evidence. So a trainer that is paused, saves, validates or is gone changes nothing. Steps during which the
 fleet changed are none either: their waits are those of the fleet before. There is never more than a replica for each group that may be in
-flight, at least one while work is left, and none is wanted once the last prompts are generated.
+flight, at least one while work is left, and none is wanted once the last groups are trained.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class StepTime(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Look:
     """What the buffer shows. `replicas` are those that may lease. Training groups: `open` are being generated, `waiting` could be but
-    are leased by nobody, `finished` are scored or wait for their scores, and `admitted` are the most that may be in flight. `validating`:
-    groups of validations that are not evaluated yet. `closed`: no more prompts will come. `steps` are the newest steps, in order."""
+    are leased by nobody, `finished` are scored or wait for their scores, `training` are trained and not yet in a checkpoint, and `admitted`
+    are the most that may be in flight. `validating`: groups of validations that are not evaluated yet. `closed`: no more prompts will come.
+    `steps` are the newest steps, in order."""
 
     replicas: int
     open: int
@@ -58,6 +60,7 @@ class Look:
     finished: int
     admitted: int
     prompts: int
+    training: int = 0
     validating: int = 0
     closed: bool = False
     steps: Sequence[StepTime] = ()
@@ -104,6 +107,7 @@ def read_look(stats: Mapping[str, Any], steps: Sequence[StepTime], steps_ahead: 
         finished=train.get("scoring", 0) + train.get("ready", 0),
         admitted=(steps_ahead + 1) * prompts,
         prompts=prompts,
+        training=train.get("reserved", 0),
         validating=sum(validation.get(state, 0) for state in ("queued", "open", "scoring")),
         closed=stats["closed"] and not train.get("queued", 0),
         steps=steps,
@@ -134,8 +138,10 @@ def decide(look: Look, before: Wanted | None = None, least: int = 0, most: int |
         before = dataclasses.replace(before, fleet=look.replicas, changed=newest, calm=0)
     wanted = _follow(look, before) if newest > before.seen else before
     left = look.open + look.waiting + look.validating
-    useful = left if look.closed else look.admitted + look.validating
-    bounded = min(max(wanted.replicas, min(1, left)), useful, useful if most is None else most)
+    # without any replica the trainer would not go on for long, and its last weights may be validated
+    least_needed = min(1, left + look.finished + look.training)
+    useful = max(left, least_needed) if look.closed else look.admitted + look.validating
+    bounded = min(max(wanted.replicas, least_needed), useful, useful if most is None else most)
     return dataclasses.replace(wanted, replicas=max(least, bounded), seen=newest)
 
 
@@ -157,9 +163,12 @@ def _follow(look: Look, before: Wanted) -> Wanted:
     waited_s = statistics.fmean(step.waited_s for step in settled)
     if waited_s >= WAITED * step_s:
         return _raise(found, step_s, waited_s)
-    is_known = fleet - 1 <= before.too_few.replicas and step_s < _CHANGED * before.too_few.step_s
-    if found.calm >= _TO_LOWER and fleet == before.replicas > 1 and not is_known:
-        return dataclasses.replace(found, replicas=fleet - 1, calm=0, raised=Tried())
+    # more than a tenth: a HorizontalPodAutoscaler follows no smaller change
+    fewer = fleet - 1 - fleet // 10
+    is_known = fewer <= before.too_few.replicas and step_s < _CHANGED * before.too_few.step_s
+    # `fleet` may be less than what is wanted for good: an autoscaler has its own bound
+    if found.calm >= _TO_LOWER and 1 < fleet <= before.replicas and not is_known:
+        return dataclasses.replace(found, replicas=fewer, calm=0, raised=Tried())
     return found
 
 

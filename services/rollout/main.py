@@ -22,7 +22,7 @@ from headrace.net import tracing
 from headrace.net.credentials import buffer_url
 from headrace.net.http_access import HttpAccess
 from headrace.net.replica_client import PATHS, ROLE
-from headrace.net.service import bind, serve_http, stop_on_signals
+from headrace.net.service import bind, serve_http, stop_on_signals, stop_signals
 from headrace.replay import ReplayClient
 from headrace_services.rollout.announcement import announced
 from headrace_services.rollout.engine import describe, running_engine
@@ -92,7 +92,7 @@ def _leave_on_signals() -> None:
         signal.alarm(_LEAVING_S)
         raise _Stopped
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in stop_signals():
         signal.signal(signum, leave)
 
 

@@ -3,10 +3,14 @@
 
 torchrun exits with 1 whatever happened to its ranks, and 1 means "an error that you must fix". This program exits as the first rank that
 failed did, and with 70 if the machines lost each other, so that its parent knows whether to start it again.
+
+At SIGTERM the ranks end their step and write a checkpoint, for which torchrun would give them 30 seconds. SIGUSR1 does the same, because
+Slurm's srun hands it on, and kills its tasks at SIGTERM.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,16 +21,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import main as torchrun
 
-from headrace.net.service import EXIT_INTERNAL_ERROR, admit
+from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_STOPPED, SAVE_DEADLINE_S, admit
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the ranks and return the exit code: 128 plus the signal's number if a signal ended a rank or this process."""
     ranks, *program = arguments
-    alone = [] if "--nnodes" in program else ["--standalone"]
+    options = [
+        "--shutdown-timeout",
+        f"{SAVE_DEADLINE_S:.0f}",
+        "--nproc-per-node",
+        ranks,
+    ]  # those in `program` replace them
+    if "--nnodes" not in program:
+        options.append("--standalone")
     admit(True)  # torchrun doesn't hand the reserved port on to rank 0, which listens on it
     try:
-        torchrun([*alone, "--nproc-per-node", ranks, *program])
+        torchrun([*options, *program])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
@@ -38,5 +49,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _stop(*_: object) -> None:
+    """Until torchrun handles SIGTERM, while the machines meet: the first process of a container would ignore it."""
+    raise SystemExit(EXIT_STOPPED)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

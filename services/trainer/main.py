@@ -16,7 +16,7 @@ from headrace.base.model_name import check_model_name, check_tokenizer_name
 from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals
+from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals, stop_signals
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
@@ -220,7 +220,7 @@ async def _connect_unless_stopped(
 def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
     """Ranks above 0: carry out rank 0's commands. Each reads trajectories over its own connection."""
     # rank 0 gets the signal too, and dismisses this rank after its step
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in stop_signals():
         signal.signal(signum, signal.SIG_IGN)
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
         retry = BufferRetry(config.trainer.fleet_deadline_s)

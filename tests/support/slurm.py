@@ -3,7 +3,8 @@
     unshare … python -m tests.support.slurm FOLDER JOB [RANK]
 
 Runs inside namespaces of its own (`tests.chaos.runs.NAMESPACES`). `srun` enters the namespace of the node that it names. With `RANK`, that
-rank of the trainer is killed after its first step. The exit code is the job's.
+rank of the trainer is killed after its first step. The exit code is the job's. As Slurm's own, `srun` hands SIGUSR1 on to its task, and
+kills it at SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from tests.support.waiting import wait_until
 NODES = {"node-1": 2, "node-2": 3}
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || node=${1#*=}; shift; done
-exec $(cat "$0.$node") "$@"
+$(cat "$0.$node") "$@" & task=$!
+trap 'kill -s KILL $task' TERM HUP QUIT
+trap 'kill -s USR1 $task' USR1
+while kill -0 $task 2> /dev/null; do wait $task; done
+wait $task
 """
 
 

@@ -44,6 +44,22 @@ def test_a_trainer_with_finished_batches_gets_one_replica_less() -> None:
     assert follow(dataclasses.replace(LOOK, replicas=1), steps(9, 0.0, first=9), calm).replicas == 1
 
 
+def test_a_large_fleet_loses_as_many_as_an_autoscaler_follows() -> None:
+    """A HorizontalPodAutoscaler changes nothing where the ratio is within a tenth of one."""
+    for fleet in (2, 9, 10, 20, 99):
+        left = follow(dataclasses.replace(LOOK, replicas=fleet, admitted=200), steps(4, 0.0)).replicas
+        assert left < 0.9 * fleet
+        assert left >= 0.8 * fleet - 1
+
+
+def test_a_fleet_that_has_not_come_to_what_is_wanted_can_lose_a_replica() -> None:
+    """The autoscaler's own bound is three, and training has become slower."""
+    raised = follow(LOOK, steps(4, 7.5))
+    assert raised.replicas == 8
+    bounded = dataclasses.replace(LOOK, replicas=3)
+    assert follow(bounded, steps(9, 0.0, 14.0, first=4), raised).replicas == 2
+
+
 @pytest.mark.parametrize("changes", [{"finished": 15}, {"waiting": 1}, {"validating": 1}])
 def test_a_busy_fleet_stays(changes: dict[str, int]) -> None:
     """Too little is finished, something waits to be generated, or a validation is."""
@@ -91,7 +107,10 @@ def test_a_number_that_was_too_few_is_not_tried_again() -> None:
 
 
 def test_nothing_is_wanted_at_the_end_of_the_data() -> None:
-    end = dataclasses.replace(LOOK, open=0, finished=3, closed=True)
+    """But the trainer needs a replica until its last groups are in a checkpoint: it ends a run whose fleet is gone."""
+    for rest in ({"finished": 3}, {"training": 3}):
+        assert decide(dataclasses.replace(LOOK, open=0, closed=True, **{"finished": 0, **rest})).replicas == 1
+    end = dataclasses.replace(LOOK, open=0, finished=0, closed=True)
     assert decide(end).replicas == 0
     assert decide(end, least=1).replicas == 1
     assert decide(dataclasses.replace(end, open=1)).replicas == 1

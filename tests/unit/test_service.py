@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import socket
 import weakref
 
 import pytest
 
-from headrace.net.service import bind, importing
+from headrace.net.service import bind, importing, stop_signals
 
 
 def test_what_is_garbage_before_an_import_is_not_kept() -> None:
@@ -62,3 +63,14 @@ async def test_an_answer_in_two_parts_waits_for_no_acknowledgement() -> None:
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             for end in (served, writer):
                 end.close()
+
+
+def test_a_hangup_stops_a_service_unless_nohup_keeps_it_away() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signal.SIGHUP in stop_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert set(stop_signals()) == {signal.SIGTERM, signal.SIGINT}
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -101,10 +101,10 @@ def submitted(folder: Path, programs: dict[str, str]) -> Iterator[subprocess.Pop
 SECRETS = (
     '[[ $1 != credentials ]] || exec touch "${@: -1}/trainer.credentials"; [[ $1 != certs && $1 != acl ]] || exit 0'
 )
-TRAINS = "echo $NODE $* >> {0}/trains; trap 'echo TERM >> {0}/ended; exit 143' TERM; while :; do sleep 0.05; done"
+TRAINS = "echo $NODE $* >> {0}/trains; trap 'echo $NODE >> {0}/saved; exit 143' USR1; while :; do sleep 0.05; done"
 
 
-def test_a_job_whose_time_ends_tells_every_rank(tmp_path: Path) -> None:
+def test_a_job_whose_time_ends_lets_every_rank_save(tmp_path: Path) -> None:
     programs = {"headrace": f"{SECRETS}; exec sleep 600", "python": TRAINS.format(tmp_path)}
     trains = tmp_path / "trains"
     with submitted(tmp_path, programs) as job:
@@ -114,7 +114,7 @@ def test_a_job_whose_time_ends_tells_every_rank(tmp_path: Path) -> None:
         assert {log.name for log in (tmp_path / "big" / "logs").glob("rollout-*")} == {"rollout-1.log", "rollout-2.log"}
         job.terminate()  # as Slurm does: the script alone, by --signal=B:TERM
         assert job.wait(60) == EXIT_STOPPED
-        assert (tmp_path / "ended").read_text().split() == ["TERM", "TERM"]
+        assert sorted((tmp_path / "saved").read_text().split()) == ["1", "2"]
 
 
 def test_a_service_that_ends_with_an_error_ends_the_job(tmp_path: Path) -> None:

@@ -223,8 +223,8 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     """
     if "WORLD_SIZE" not in os.environ and config.trainer.num_processes > 1:
         raise ServiceError(
-            f"trainer.num_processes is {config.trainer.num_processes}, but this process was not started by torchrun; use "
-            f"`headrace up`, or `torchrun --nproc-per-node {config.trainer.num_processes} -m headrace.cli trainer …`"
+            f"trainer.num_processes is {config.trainer.num_processes}, but this process is not one of several ranks; use "
+            f"`headrace up`, or `python -m headrace_services.trainer.launch {config.trainer.num_processes} -m headrace.cli trainer …`"
         )
     _check_gpu(config.trainer.device)
     nccl.prepare_environment(config.weight_channel.connect_s)

@@ -20,6 +20,7 @@ from headrace.config import load
 from headrace.launch import chart_values as module
 from headrace.launch import exposure
 from headrace.launch.chart_values import Cluster, chart_values
+from headrace.net.service import EXIT_ALARM, EXIT_USER_ERROR, SAVE_DEADLINE_S
 from tests.support import manifests
 from tests.support.helm import CHART, NAMESPACE, RELEASE, ROOT, VERSIONS, Helm
 from tests.support.manifests import COMPONENT, Manifest, by_component, kinds, ports, title
@@ -163,7 +164,10 @@ def test_replicas_are_scaled_by_what_the_run_wants(rendered: Callable[[str], lis
     assert not kinds(rendered("demo"), "HorizontalPodAutoscaler")
 
 
-@pytest.mark.parametrize("given", [{"by": "keda"}, {"by": "hpa", "minReplicas": 0}, {"by": "vpa"}])
+@pytest.mark.parametrize(
+    "given",
+    [{"by": "keda"}, {"by": "hpa", "minReplicas": 0}, {"by": "hpa", "minReplicas": 5, "maxReplicas": 4}, {"by": "vpa"}],
+)
 def test_an_autoscaler_that_could_not_work_is_refused(helm: Helm, given: dict[str, Any]) -> None:
     assert "autoscaling" in helm.lint(merged(of_example("arithmetic_tiny", 0), {"autoscaling": given}))
 
@@ -426,14 +430,21 @@ def test_ranks_of_several_nodes_meet_at_the_first_pod(rendered: Callable[[str], 
     assert variables["HEADRACE_TRAINER__NUM_PROCESSES"] == "12"
 
 
-def test_a_trainer_is_not_restarted_after_what_you_must_fix(rendered: Callable[[str], list[Manifest]]) -> None:
-    # torchrun ends with 1 where it loses its peers
-    for case, codes in {"demo": [1, 3], "several nodes": [3]}.items():
-        spec = trainer_job(rendered(case))["spec"]
-        assert spec["template"]["spec"]["restartPolicy"] == "Never"
-        failing = spec["podFailurePolicy"]["rules"][0]
-        assert failing["action"] == "FailJob"
-        assert failing["onExitCodes"]["values"] == codes
+@pytest.mark.parametrize("case", ["demo", "several nodes"])
+def test_a_trainer_is_not_restarted_after_what_you_must_fix(
+    case: str, rendered: Callable[[str], list[Manifest]]
+) -> None:
+    """It is after it lost a peer (tests/integration/trainer/test_launch.py)."""
+    spec = trainer_job(rendered(case))["spec"]
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    failing = spec["podFailurePolicy"]["rules"][0]
+    assert failing["action"] == "FailJob"
+    assert failing["onExitCodes"]["values"] == [EXIT_USER_ERROR, EXIT_ALARM]
+
+
+def test_a_trainer_has_as_long_to_save_wherever_it_runs(rendered: Callable[[str], list[Manifest]]) -> None:
+    assert pod(rendered("demo"), "trainer")["terminationGracePeriodSeconds"] == SAVE_DEADLINE_S
+    assert COMPOSE["trainer"]["stop_grace_period"] == f"{SAVE_DEADLINE_S / 60:g}m"
 
 
 def test_only_a_change_of_its_pods_makes_another_trainer(helm: Helm, rendered: Callable[[str], list[Manifest]]) -> None:

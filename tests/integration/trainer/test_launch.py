@@ -1,15 +1,19 @@
-"""The ranks' launcher: its exit code is that of the rank that failed."""
+"""The ranks' launcher: its exit code is that of the rank that failed, and ranks that are stopped have time to save."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.net.service import EXIT_INTERNAL_ERROR
+from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_STOPPED, die_with_parent
 from headrace_services.trainer import launch
+from tests.support.ports import free_port, listens
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -30,11 +34,73 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, end
     assert subprocess.run(command, timeout=240).returncode == code
 
 
+SAVING = """
+import os, pathlib, signal, sys, time
+from headrace.net.service import die_with_parent
+die_with_parent()
+folder = pathlib.Path(sys.argv[0]).parent
+def save(*_):
+    (folder / "told").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    (folder / "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+(folder / f"up-{os.environ['RANK']}").touch()
+while True:
+    signal.pause()
+"""
+
+
+def launched(script: Path, *options: str, **environ: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "headrace_services.trainer.launch", "1", *options, str(script)]
+    return subprocess.Popen(command, env={**os.environ, **environ}, preexec_fn=die_with_parent)
+
+
+def test_ranks_that_are_stopped_have_time_to_save(tmp_path: Path) -> None:
+    """By SIGUSR1, which Slurm's srun hands on. The variable says how long torchrun would wait by itself."""
+    script = tmp_path / "rank.py"
+    script.write_text(SAVING)
+    launcher = launched(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
+    wait_until((tmp_path / "up-0").exists)
+    launcher.send_signal(signal.SIGUSR1)
+    wait_until((tmp_path / "told").exists)
+    (tmp_path / "go").touch()
+    assert launcher.wait(60) == EXIT_STOPPED
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.nightly  # the launcher's other signals are tested above
+def test_a_launcher_that_waits_for_its_peers_ends_at_once(tmp_path: Path) -> None:
+    port = free_port()
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    launcher = launched(tmp_path / "never.py", *meeting, "--rdzv-conf", "is_host=true")
+    wait_until(lambda: listens(port))
+    launcher.terminate()
+    assert launcher.wait(60) == EXIT_STOPPED
+
+
+def test_a_launcher_that_loses_its_peers_may_be_started_again(tmp_path: Path) -> None:
+    """Its exit code is no error that you must fix."""
+    script = tmp_path / "rank.py"
+    script.write_text(SAVING)
+    (tmp_path / "go").touch()
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    first, second = (
+        launched(script, *meeting, "--rdzv-conf", f"is_host={host},read_timeout=20", "--local-addr", "127.0.0.1")
+        for host in ("true", "false")
+    )
+    wait_until(lambda: (tmp_path / "up-0").exists() and (tmp_path / "up-1").exists())
+    first.kill()
+    assert second.wait(120) == EXIT_INTERNAL_ERROR
+    first.wait()
+
+
 def test_ranks_of_several_machines_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(launch, "torchrun", seen.append)
     meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500"]
     assert launch.main(["6", *meeting, "-m", "headrace.cli", "trainer"]) == 0
     assert launch.main(["6", "-m", "headrace.cli", "trainer"]) == 0
-    assert seen[0] == ["--nproc-per-node", "6", *meeting, "-m", "headrace.cli", "trainer"]
-    assert seen[1][0] == "--standalone"
+    assert seen[0][-len(meeting) - 3 :] == [*meeting, "-m", "headrace.cli", "trainer"]
+    assert ["--standalone" in options for options in seen] == [False, True]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.base.devices import SHARES, VISIBLE, Device, DevicePlan, Inventory
-from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.config import Config, load
 from headrace.config.loading import examine
 from headrace.config.threads import Threads
@@ -204,8 +204,13 @@ def test_the_plan_of_a_run_is_kept_until_a_start_without_one(tmp_path: Path) -> 
         ("", "left over  GPU 2 (H100, 80 GiB)"),
         ("", "threads    trainer as torch has it, each replica 1"),
     ]
+    assert device_plan.has_gpus_for_replicas(tmp_path)
     device_plan.record(None, Threads(2, 1), tmp_path)
     assert device_plan.read_record(tmp_path) == [("devices", "threads    trainer 2, each replica 1")]
+    assert not device_plan.has_gpus_for_replicas(tmp_path)
+    (tmp_path / device_plan.FILE).write_text("{")
+    with pytest.raises(CodecError, match="remove it"):
+        device_plan.read_record(tmp_path)
 
 
 def test_processes_are_told_their_threads_unless_they_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from headrace.base.errors import ConfigError
 from headrace.cli.app import app
+from headrace.run import now
+from headrace.run.now import Now, ReplicaNow
 from tests.support.page_runs import recorded_run, with_steps
 
 CONFIG = """
@@ -85,8 +87,11 @@ def test_prices_that_say_something_else_are_refused(config: Path, tmp_path: Path
 def test_rates_are_needed_where_there_is_no_run(config: Path) -> None:
     with pytest.raises(ConfigError, match="--training-seconds"):
         balance(config, *RATES)
-    with pytest.raises(ConfigError, match="--tokens-per-second 800"):
-        balance(config, "--tokens-per-second", 800, *RATES[2:], *TRAINING)
+    for rate in (800, 9, "inf"):
+        with pytest.raises(ConfigError, match="--tokens-per-second"):
+            balance(config, "--tokens-per-second", rate, *RATES[2:], *TRAINING)
+    # an engine that gains nothing from several sequences
+    assert as_json(config, "--tokens-per-second", 10, *RATES[2:], *TRAINING)["bottleneck"] == "generation"
 
 
 def test_a_run_is_planned_with_what_it_measured(tmp_path: Path) -> None:
@@ -97,9 +102,41 @@ def test_a_run_is_planned_with_what_it_measured(tmp_path: Path) -> None:
     assert found["measured"]["seconds_a_step"] == 10.0
     assert found["measured"]["trainer_busy"] == pytest.approx(0.4)
     assert found["computed"]["replicas"] == 1
+    assert found == as_json("--run", run, "--window", "all")
     assert balance(run, "--window", "all").splitlines()[0].split()[:2] == ["measured", "computed"]
-    with pytest.raises(ConfigError, match="--mean-tokens: the rates of run"):
-        balance(run, "--mean-tokens", 4)
+    for option in ("--mean-tokens", "--length-spread"):
+        with pytest.raises(ConfigError, match=f"{option}: the rates of run"):
+            balance(run, option, 1)
+
+
+def test_another_fleet_is_planned_with_what_this_one_measured(tmp_path: Path) -> None:
+    """Whatever fleet is up, and with the price of what would be trained."""
+    run = with_steps(
+        recorded_run(tmp_path), [{"timing/train/exposed_generation": 6.0, "mean_gen_tokens_per_sample": 4.0}] * 6
+    )
+    now.write(run, Now(0.0, 1, 0, False, {}, {}, [ReplicaNow("rollout-1", "HEALTHY", 1, 0, 0.0)], [], [], []))
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("{rollout_device: 2, trainer_device: 3}")
+    given = (run, "--window", "all", "--prices", prices)
+    measured, four = as_json(*given), as_json(*given, "rollout.replicas=4")
+    assert "measured" not in four
+    assert four["computed"]["replicas"] == 4
+    assert four["proposed"] == measured["proposed"]
+    twice = as_json(*given, "grpo.num_prompts_per_step=4")["computed"]
+    tokens = [
+        each["price_an_hour"] / each["steps_an_hour"] / each["price_of_a_million_trained_tokens"]
+        for each in (measured["computed"], twice)
+    ]
+    assert tokens[1] == pytest.approx(2 * tokens[0])
+
+
+@pytest.mark.parametrize("key", ["trainer.num_processes=2", "grpo.num_generations_per_prompt=4"])
+def test_what_was_not_measured_is_not_planned(tmp_path: Path, key: str) -> None:
+    run = with_steps(
+        recorded_run(tmp_path), [{"timing/train/exposed_generation": 6.0, "mean_gen_tokens_per_sample": 4.0}] * 6
+    )
+    with pytest.raises(ConfigError, match="groups of 3"):
+        balance(run, "--window", "all", key)
 
 
 def test_the_documented_example_is_what_is_printed(tmp_path: Path) -> None:

@@ -190,6 +190,34 @@ def test_the_store_of_checkpoints_is_reached_and_its_credentials_are_asked_for()
     assert any("secrets.store" in remark for remark in remarks)
 
 
+def test_files_of_this_machine_are_told(tmp_path: Path) -> None:
+    """Each in a data set: its problems, its prompt, and its code."""
+    for name in ("problems.jsonl", "prompt.txt", "rows.py"):
+        (tmp_path / name).touch()
+    files = {
+        "data_path": str(tmp_path / "problems.jsonl"),
+        "prompt_file": str(tmp_path / "prompt.txt"),
+        "processor": f"{tmp_path}/rows.py:convert",
+    }
+    run = config(policy={"model_name": "models/own"}, data={"train": [{**files, "env_name": "math"}]})
+    values, remarks = chart_values(run, Cluster())
+    assert [sum(path.name in remark for remark in remarks) for path in tmp_path.iterdir()] == [1, 1, 1]
+    assert "trainer" not in values["networkPolicies"]["outbound"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data": {"train": {"dataset_name": "gsm8k", "env_name": "math"}}},
+        {"data": {"train": {"data_path": "someone/problems", "env_name": "math"}}},
+        {"checkpointing": {"store": "s3://bucket/runs"}},
+    ],
+)
+def test_what_the_trainer_fetches_and_stores_is_let_through(sections: dict[str, Any]) -> None:
+    values, _ = chart_values(config(policy={"model_name": "models/own"}, **sections), Cluster())
+    assert values["networkPolicies"]["outbound"] == {"trainer": [443]}
+
+
 def test_the_command_writes_what_it_would_print(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     call = ["deploy", "helm", str(EXAMPLES / "arithmetic_tiny.yaml"), "grpo.max_num_steps=3", "run.id=small"]
