@@ -8,17 +8,19 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from headrace.base.devices import DeviceMemory, Site
 from headrace.base.errors import ConfigError, MissingPackage, ServiceError
 from headrace.config import Config
+from headrace.config.data import DataSourceConfig, HubName
 from headrace.config.environments import (
     AttachedConfig,
     CodeConfig,
     CommandConfig,
     EnvConfig,
     LLMJudgeConfig,
+    RewardModelConfig,
     TargetConfig,
     VerifiersConfig,
 )
@@ -235,19 +237,31 @@ def _environment(name: str, env: EnvConfig, image: str) -> dict[str, Any]:
 
 def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]]]:
     """Yield the TCP ports that each component opens outside of the run."""
-    if not config.policy.model_name.startswith(_MODELS):
+    if not all(name.startswith(_MODELS) for name in (config.policy.model_name, config.tokenizer[1])):
         yield "rollout", [_HUB]
-        yield "trainer", [_HUB]
-    elif config.logger.wandb_enabled or config.logger.mlflow_enabled:
+    if (
+        not all(name.startswith(_MODELS) for name in (*config.models.values(), config.tokenizer[1]))
+        or any(map(_is_on_hub, config.data.sources))
+        or not (config.checkpointing.store or "file:").startswith("file:")
+        or config.logger.wandb_enabled
+        or config.logger.mlflow_enabled
+    ):
         yield "trainer", [_HUB]
     ports = set()
     for name, env in config.env.items():
-        if isinstance(env, LLMJudgeConfig | VerifiersConfig):
+        asks = isinstance(env, RewardModelConfig) and not env.model_name.startswith(_MODELS)
+        if asks or isinstance(env, LLMJudgeConfig | VerifiersConfig):
             ports.add(_HUB)
         elif env.address is not None and name not in cluster.images:
             ports.add(int(env.address.rpartition(":")[2]))
     if ports:
         yield "reward", sorted(ports)
+
+
+def _is_on_hub(source: DataSourceConfig) -> bool:
+    path = source.data_path or ""
+    is_there = path.startswith(_MODELS) or path.endswith((".json", ".jsonl", ".parquet")) or os.path.exists(path)
+    return source.dataset_name in get_args(HubName) or (not is_there and path.count("/") == 1)
 
 
 def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
@@ -263,7 +277,6 @@ def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
             yield f"env.{name}: give the Secret with the judges' keys as reward.keys, and /run/keys/FILE as their api_key_file"
         elif isinstance(env, AttachedConfig) and name not in cluster.images:
             yield f"env.{name}: your process attaches to the reward hub; with --environment {name}=IMAGE:TAG the chart runs it"
-    for name in ("train", "validation"):
-        path = getattr(getattr(config.data, name, None), "data_path", None)
+    for path in dict.fromkeys(source.data_path for source in config.data.sources):
         if path is not None and os.path.exists(path):
-            yield f"data.{name}.data_path {path} is a file of this machine: it must be in the image, under /data, or on the volume `models`"
+            yield f"data_path {path} is of this machine: it must be in the image, under /data, or on the volume `models`"

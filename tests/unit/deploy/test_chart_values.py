@@ -182,6 +182,37 @@ def test_what_calls_beyond_the_run_is_let_through() -> None:
     assert values["networkPolicies"]["outbound"] == {"rollout": [443], "trainer": [443], "reward": [50555]}
 
 
+def of_train(**train: Any) -> dict[str, Any]:
+    return {"data": {"train": {"env_name": "math", **train}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "outbound"),
+    [
+        (of_train(dataset_name="DeepScaler"), {"trainer": [443]}),
+        (of_train(data_path="trl-lib/DeepMath-103K"), {"trainer": [443]}),
+        (of_train(data_path="models/rows.jsonl"), {}),
+        (of_train(data_path="data/rows.parquet"), {}),
+        ({"checkpointing": {"store": "s3://bucket/runs"}}, {"trainer": [443]}),
+        ({"checkpointing": {"store": "file:///shared"}}, {}),
+        (
+            {"policy": {"model_name": "models/own", "tokenizer": {"name": "Qwen/Qwen3-8B"}}},
+            {"rollout": [443], "trainer": [443]},
+        ),
+        ({"env": {"math": {"type": "reward_model", "model_name": "org/judge"}}}, {"reward": [443]}),
+    ],
+)
+def test_what_the_trainer_and_rewards_fetch_is_let_through(sections: dict[str, Any], outbound: dict[str, Any]) -> None:
+    values, _ = chart_values(config(**{"policy": {"model_name": "models/own"}, **sections}), Cluster())
+    assert values["networkPolicies"]["outbound"] == outbound
+
+
+def test_rows_of_this_machine_are_told(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    _, remarks = chart_values(config(**of_train(data_path=str(tmp_path / "rows.jsonl"))), Cluster())
+    assert any("rows.jsonl" in remark for remark in remarks)
+
+
 def test_the_command_writes_what_it_would_print(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     call = ["deploy", "helm", str(EXAMPLES / "arithmetic_tiny.yaml"), "grpo.max_num_steps=3", "run.id=small"]
