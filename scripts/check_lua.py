@@ -1,6 +1,7 @@
 """Check the buffer's Lua files with luacheck: `python scripts/check_lua.py`.
 
 The files take names from each other, so luacheck reads them joined, as a server gets them. What it finds is printed with file and line.
+Their format is not checked: StyLua comes from npm and cargo, and what `make setup` installs from PyPI.
 """
 
 from __future__ import annotations

@@ -6,6 +6,11 @@ import re
 import time
 from collections.abc import Callable
 
+# Characters of a message that tell its kind.
+_READ = 4000
+# More than 40 characters between quotation marks, as of repr(); an apostrophe is none. It may be cut off.
+_QUOTED = re.compile(r"""(?<!\w)(?:'(?:[^'\\]|\\.){41,}(?:'|$)|"(?:[^"\\]|\\.){41,}(?:"|$))""")
+
 
 class Repeats:
     """Decides for each occurrence whether to report it. Beyond `most` kinds of events, the others count as one kind."""
@@ -29,5 +34,6 @@ class Repeats:
 
 
 def alike(message: str) -> str:
-    """Return the same text for messages that differ only in numbers or white space: attempts, line numbers, sizes."""
-    return re.sub(r"\d+", "#", " ".join(message.split()))[:300]
+    """Return the same text for messages that differ only in numbers, in white space, or in what they quote at length: attempts, line
+    numbers, sizes, what a model answered. A short quotation may be the name of what failed."""
+    return re.sub(r"\d+", "#", _QUOTED.sub("'…'", " ".join(message[:_READ].split())))[:300]

@@ -20,6 +20,7 @@ from headrace.config.environments import (
     CommandConfig,
     EnvConfig,
     LLMJudgeConfig,
+    RewardModelConfig,
     TargetConfig,
     VerifiersConfig,
 )
@@ -240,19 +241,20 @@ def _environment(name: str, env: EnvConfig, image: str) -> dict[str, Any]:
 
 def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]]]:
     """Yield the TCP ports that each component opens outside of the run."""
-    if not config.policy.model_name.startswith(_MODELS):
+    if not all(name.startswith(_MODELS) for name in (config.policy.model_name, config.tokenizer[1])):
         yield "rollout", [_HUB]
-        yield "trainer", [_HUB]
-    elif (
-        config.logger.wandb_enabled
+    if (
+        not all(name.startswith(_MODELS) for name in (*config.models.values(), config.tokenizer[1]))
+        or any(map(_is_on_hub, config.data.sources))
+        or not (config.checkpointing.store or "file:").startswith("file:")
+        or config.logger.wandb_enabled
         or config.logger.mlflow_enabled
-        or config.checkpointing.store is not None
-        or any(_on_the_hub(source) for source in config.data.sources)
     ):
         yield "trainer", [_HUB]
     ports = set()
     for name, env in config.env.items():
-        if isinstance(env, LLMJudgeConfig | VerifiersConfig):
+        asks = isinstance(env, RewardModelConfig) and not env.model_name.startswith(_MODELS)
+        if asks or isinstance(env, LLMJudgeConfig | VerifiersConfig):
             ports.add(_HUB)
         elif env.address is not None and name not in cluster.images:
             ports.add(int(env.address.rpartition(":")[2]))
@@ -260,9 +262,10 @@ def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]
         yield "reward", sorted(ports)
 
 
-def _on_the_hub(source: DataSourceConfig) -> bool:
-    path = source.data_path
-    return source.dataset_name in get_args(HubName) or (path is not None and not os.path.exists(path))
+def _is_on_hub(source: DataSourceConfig) -> bool:
+    path = source.data_path or ""
+    is_there = path.startswith(_MODELS) or path.endswith((".json", ".jsonl", ".parquet")) or os.path.exists(path)
+    return source.dataset_name in get_args(HubName) or (not is_there and path.count("/") == 1)
 
 
 def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
@@ -288,8 +291,3 @@ def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
         for path in (source.data_path, source.prompt_file, source.system_prompt_file, *code):
             if path is not None and os.path.exists(path):
                 yield f"data: {path} is a file of this machine: it must be in the image, under /data, or on the volume `models`"
-    if config.checkpointing.store is not None:
-        yield (
-            f"checkpointing.store {config.checkpointing.store}: give its credentials in the Secret of secrets.variables, "
-            f"and open its port for the trainer in networkPolicies.outbound, if it is not {_HUB}"
-        )

@@ -10,9 +10,9 @@ import numpy as np
 
 from headrace.base.errors import HeadraceError
 from headrace.config.compare import diff, is_own
-from headrace.config.in_yaml import without_password
 from headrace.page.metric_series import thin_out
 from headrace.page.run_files import NotHere, RunFiles, RunFolder
+from headrace.page.system import masked
 from headrace.run.headlines import seconds_per_step
 from headrace.run.history import RunHistory, parse_metric
 
@@ -113,9 +113,5 @@ def compare_runs(folder: RunFolder, names: Sequence[str]) -> dict[str, Any]:
             if not is_own(change.key):
                 of_key = values.setdefault(change.key, [change.before] * len(configs))
                 of_key[place] = change.after
-    shown = [{"key": key, "values": [_masked(value) for value in of_key]} for key, of_key in values.items()]
+    shown = [{"key": key, "values": [masked(value) for value in of_key]} for key, of_key in values.items()]
     return {"runs": rows, "differences": shown}
-
-
-def _masked(value: Any) -> Any:
-    return without_password(value) if isinstance(value, str) else value

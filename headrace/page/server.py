@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
@@ -30,6 +31,10 @@ STATIC = Path(__file__).parent / "static"
 _AT_A_TIME = 2
 # An answer that took longer, in seconds, has used memory that the next ones don't need.
 _LONG_S = 0.1
+# From this size on an answer is compressed, for browsers at the far end of a tunnel: the timeline of a long run to a sixteenth. Streams are
+# not. No answer holds a secret that its length could tell (BREACH): tokens and cookies are in headers, which stay as they are, and the
+# cookie comes with no request of another site.
+_COMPRESSED_BYTES = 16 << 10
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -66,6 +71,7 @@ def build_app(folder: Path) -> FastAPI:
     app.openapi_url = None  # it is below /api
     app.router.responses |= problems(400, 404, 500)
     app.add_middleware(_Headers)
+    app.add_middleware(GZipMiddleware, minimum_size=_COMPRESSED_BYTES, compresslevel=1)
     _answer_errors(app)
     # the list looks at every run, and may wait for one
     _add_list(app, _Answering(runs))

@@ -45,7 +45,7 @@ def describe_system(run: RunFiles) -> dict[str, Any]:
         else:
             place = started.origins.get(key, "")
             origin = name_origin(place)
-        return {"key": key, "value": _masked(value), "origin": origin, "file": place}
+        return {"key": key, "value": masked(value), "origin": origin, "file": place}
 
     return {
         "command": resume_hint(config) if started is None else started.command,
@@ -58,7 +58,8 @@ def describe_system(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def _masked(value: Any) -> Any:
+def masked(value: Any) -> Any:
+    """Return the value of a key of a configuration without the password of an address."""
     return without_password(value) if isinstance(value, str) else value
 
 

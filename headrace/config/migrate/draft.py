@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import functools
 import re
@@ -105,8 +106,8 @@ class Draft:
         default, or not like `like` where the default is null."""
         row = self._rows[name]
         found = self.given.get(name, row.default)
-        is_null = found is None and row.default is None
-        if not is_null and not _is_like(found, row.default if like is None else like):
+        is_known = isinstance(found, Unread) or (found is None and row.default is None)
+        if not is_known and not is_like(found, row.default if like is None else like):
             found = Unread(_short(found))
         if isinstance(found, Unread):
             self._refuse(name, found.text, self._ours(row))
@@ -313,16 +314,21 @@ def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def _is_like(value: Any, like: Any) -> bool:
-    """Whether a value can stand where `like` does. A number stands for a switch, and a switch for text, as in both frameworks."""
-    if like is None or isinstance(value, Unread):
+def is_like(value: Any, like: Any) -> bool:
+    """Whether a value can stand where `like` does. A number stands for a switch, and a switch for text, as in both frameworks. Of a list or
+    mapping, what it holds must be like the first that `like` holds."""
+    if like is None:
         return True
+    if isinstance(value, list | dict) and like and isinstance(like, type(value)):
+        items, first = (each if isinstance(each, list) else list(each.values()) for each in (value, like))
+        return all(is_like(each, first[0]) for each in items)
     if isinstance(like, str | list):  # one name stands for a list of one
         return isinstance(value, str | list) or (isinstance(like, str) and isinstance(value, bool))
     if isinstance(like, bool):
         return isinstance(value, int | float)
     if isinstance(like, int | float):
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        # neither infinite nor NaN
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return isinstance(value, type(like))
 
 
@@ -347,10 +353,12 @@ def _default(keys: tuple[str, ...], section: str) -> Any:
 
 
 def read_scalar(text: str) -> Any:
-    """Return the value of a word of a command: YAML's, and Python's numbers (`1e-6`); text that is neither stays text."""
+    """Return the value of a word of a command: YAML's, and Python's numbers (`1e-6`); text that is neither, and a date, stays text."""
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # the second for 2024-31-12, which is no date
+        return text
+    if isinstance(value, datetime.date):
         return text
     try:
         return float(value) if isinstance(value, str) and re.fullmatch(r"[-+.\deE]+", value) else value

@@ -11,6 +11,8 @@ from headrace.config.migrate.verl_keys import SECTIONS
 
 _OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
+# Characters of a value: variables of variables could double it on every line.
+_LONGEST = 100_000
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 
 
@@ -82,7 +84,7 @@ def _replace(text: str, known: dict[str, str]) -> str:
         return "~" if name == "HOME" else found[0] if fallback is None else fallback
 
     for _ in range(5):
-        text = _VARIABLE.sub(of, text)
+        text = _VARIABLE.sub(of, text)[:_LONGEST]
     return re.sub(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", lambda found: _arithmetic(found, known), text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from headrace.config.migrate.draft import (
     TRACKERS,
     Draft,
     Unread,
+    is_like,
     put_adapted_layers,
     put_trackers,
     read_scalar,
@@ -26,10 +28,13 @@ def migrate(source: str, processes: int = 1, steps: int | None = None, folder: P
     """Draft the configuration for a script (`FILE.py`) or a command line. `processes` are those that accelerate starts; `steps` the
     trainer steps of a run whose data alone tells them. Reward functions that the script defines are copied into a file of their own, which
     is to be written into `folder`. Raises `ConfigError`."""
-    words = shlex.split(source.replace("\\\n", " "), comments=False)
+    try:
+        words = shlex.split(source.replace("\\\n", " "), comments=False)
+    except ValueError as error:
+        raise ConfigError(f"{source[:200]} is no command: {error}") from error
     if not words:
         raise ConfigError("the source is empty; give FILE.py, or a command in quotes")
-    files = [word for word in words if word.endswith(".py") and Path(word).is_file()]
+    files = [word for word in words if word.endswith(".py") and os.path.isfile(word)]
     if len(words) == 1 and not files:
         raise ConfigError(f"{source} is not a file; give the path of the script, or a command in quotes")
     flags = _flags(words)
@@ -353,13 +358,9 @@ def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
         "adam_beta2",
     )
     kind, warm = draft.value("lr_scheduler_type"), draft.value("warmup_steps") or draft.value("warmup_ratio", 0.1) or 0
-    kwargs = draft.value("lr_scheduler_kwargs", {}) or {}
+    kwargs = draft.value("lr_scheduler_kwargs", {"min_lr": 0.0}) or {}
     names = draft.those_given("lr_scheduler_type", "warmup_steps", "warmup_ratio", "lr_scheduler_kwargs")
-    least = (
-        kwargs.get("min_lr_rate", kwargs.get("min_lr", 0) / (draft.value("learning_rate") or 1.0))
-        if isinstance(kwargs, dict)
-        else 0
-    )
+    least = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0) / (draft.value("learning_rate") or 1.0))
     put_schedule(
         draft, kind, warm, total, in_batch, (draft.value("learning_rate"), least), names or ["lr_scheduler_type"]
     )
@@ -368,9 +369,9 @@ def _optimizer(draft: Draft, total: int | None, in_batch: int) -> None:
 def _validation(draft: Draft, in_batch: int, script: Script) -> None:
     strategy = draft.value("eval_strategy")
     names = draft.those_given("eval_strategy", "eval_steps") or ["eval_strategy"]
-    period = draft.value("eval_steps") or draft.given.get("logging_steps") or 10
+    period = draft.value("eval_steps", 1) or draft.given.get("logging_steps") or 10
     validates = strategy not in ("no", False)
-    if strategy == "epoch" or (validates and (isinstance(period, Unread) or period < 1)):
+    if strategy == "epoch" or (validates and (not is_like(period, 1) or period < 1)):
         why = "grpo.val_period: the data decides it; give the number of trainer steps between two validations"
         draft.note(names, why, draft.to_add)
     elif validates:
@@ -430,8 +431,12 @@ def _environments(draft: Draft, script: Script) -> None:
         draft.put(("env", reward.name), options, *flags, says="" if flags else "reward_funcs")
     own = rewards[0].name if rewards else None
     if len(rewards) > 1:
-        weights = draft.value("reward_weights", [])
-        weights = weights if isinstance(weights, list) and len(weights) == len(rewards) else [1.0] * len(rewards)
+        weights = draft.value("reward_weights", [1.0]) or [1.0] * len(rewards)
+        if len(weights) != len(rewards):
+            draft.note(
+                "reward_weights", f"there are {len(rewards)} reward functions; written is 1 for each", draft.to_add
+            )
+            weights = [1.0] * len(rewards)
         own = "reward"
         parts = {reward.name: float(weight) for reward, weight in zip(rewards, weights, strict=True)}
         combined = {"type": "combine", "parts": parts}

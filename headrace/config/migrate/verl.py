@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def migrate(source: str, steps: int | None = None) -> Draft:
     """Draft the configuration for a script (`FILE.sh`), or for a command line or its overrides alone. `steps` are the trainer steps of a
     run whose data alone tells them. Raises `ConfigError`."""
     path = Path(source)
-    is_file = len(source) < 4096 and "\n" not in source and path.is_file()
+    is_file = os.path.isfile(source)  # Path.is_file raises for text that is too long for a name
     if not is_file and "=" not in source:
         raise ConfigError(f"{source} is not a file and has no overrides; give FILE.sh, or a command in quotes")
     try:

@@ -36,8 +36,8 @@ export function useAddress() {
 }
 
 /** Returns the address of this view with some query parameters changed; null or "" removes one. */
-export function withQuery(query, changes) {
-  const next = new URLSearchParams(query);
+export function withQuery(changes) {
+  const next = new URLSearchParams(location.search);
   for (const [name, value] of Object.entries(changes)) {
     if (value === null || value === undefined || value === "") next.delete(name);
     else next.set(name, String(value));
@@ -47,4 +47,10 @@ export function withQuery(query, changes) {
 }
 
 /** Changes query parameters of the address in place. */
-export const setQuery = (query, changes) => navigate(withQuery(query, changes), { replace: true });
+export const setQuery = (changes) => navigate(withQuery(changes), { replace: true });
+
+/** Returns the range in a query as [first, last], or null. */
+export function rangeOf(query) {
+  const [first, last] = ["first", "last"].map((name) => Number.parseFloat(query.get(name)));
+  return Number.isFinite(last - first) && first < last ? [first, last] : null;
+}

@@ -18,7 +18,7 @@ export async function get(path, params = {}, signal = undefined) {
 
 /**
  * Returns `{data, error, loading}` of a call, read again when its arguments change, and every `every` seconds while the tab is visible; a
- * function of the last answer may say how many. The last answer stays while the next is on its way; an error does not remove it. `path` null reads nothing.
+ * function of the last answer, or of null, may say how many. The last answer stays while the next is on its way; an error does not remove it. `path` null reads nothing.
  */
 export function useData(path, params = {}, { every = 0 } = {}) {
   const [state, setState] = useState({ data: null, error: null, loading: true });
@@ -30,7 +30,7 @@ export function useData(path, params = {}, { every = 0 } = {}) {
     let timer;
     let data = null;
     const read = async () => {
-      if (!document.hidden) {
+      if (data === null || !document.hidden) {
         try {
           data = await get(path, params, abort.signal);
           setState({ data, error: null, loading: false });
@@ -39,7 +39,7 @@ export function useData(path, params = {}, { every = 0 } = {}) {
           setState((before) => ({ data: before.data, error: error.message, loading: false }));
         }
       }
-      const seconds = isFixed ? every : data && every(data);
+      const seconds = isFixed ? every : every(data);
       if (seconds && !abort.signal.aborted) timer = setTimeout(read, seconds * 1000);
     };
     setState((before) => ({ ...before, loading: true }));

@@ -3,6 +3,7 @@
 import { navigate, useAddress } from "./address.js";
 import { useData } from "./api.js";
 import { Failure, State } from "./components/basics.js";
+import { apiPath, viewAddress } from "./components/links.js";
 import { follow } from "./follow.js";
 import { visible } from "./format.js";
 import { useTheme } from "./theme.js";
@@ -29,9 +30,17 @@ const TABS = [
 /** The titles of the views that belong to no run, by the first part of the address. */
 const TITLES = { "": "Runs", compare: "Compare" };
 
+const decoded = (part) => {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // no text is encoded so, and no run has this name
+  }
+};
+
 /** Returns what an address shows: `{View, run, tab, params}`. A view gets `run`, `params` and `query` (URLSearchParams). */
-export function route(path) {
-  const [first, run, tab = "", ...rest] = path.split("/").slice(1).map(decodeURIComponent);
+function route(path) {
+  const [first, run, tab = "", ...rest] = path.split("/").slice(1).map(decoded);
   if (!first) return { View: Runs };
   if (first === "compare") return { View: Compare };
   if (first !== "runs" || !run) return { View: null };
@@ -66,7 +75,7 @@ function App() {
             ([name, label]) =>
               html`<a
                 key=${name}
-                href=${`/runs/${encodeURIComponent(run)}${name && `/${name}`}`}
+                href=${viewAddress(run, name)}
                 aria-current=${name === tab ? "page" : undefined}
                 >${label}</a
               >`,
@@ -90,8 +99,8 @@ function App() {
 
 /** The run's name and state, beside the tabs. */
 function RunName({ run }) {
-  const { data } = useData(`/api/runs/${encodeURIComponent(run)}`, {}, { every: 5 });
-  return html`<a class="run" href=${`/runs/${encodeURIComponent(run)}`}><b>${visible(run)}</b></a>
+  const { data } = useData(apiPath(run), {}, { every: 5 });
+  return html`<a class="run" href=${viewAddress(run)}><b>${visible(run)}</b></a>
     ${data && html`<${State} run=${data.run} />`}`;
 }
 

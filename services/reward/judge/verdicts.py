@@ -129,7 +129,8 @@ def verdict_in(completion: ChatCompletion, scale: Scale, kind: Kind = "one", cou
         return Verdict(answer.reason, (scale.check(answer.score),))
     numbers = [str(number) for number in range(1, count + 1)]
     if sorted(answer.scores) != sorted(numbers):
-        raise NoVerdict(f"scored {', '.join(answer.scores) or 'nothing'} of the completions 1 to {count}")
+        scored = excerpt(", ".join(answer.scores).encode(errors="replace")) if answer.scores else "nothing"
+        raise NoVerdict(f"scored {scored} of the completions 1 to {count}")
     return Verdict(answer.reason, tuple(scale.check(answer.scores[number]) for number in numbers))
 
 

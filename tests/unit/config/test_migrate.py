@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.config.migrate import trl, verl
-from headrace.config.migrate.draft import Draft, Row
+from headrace.config.migrate.draft import Draft, Row, read_scalar
 
 TRAINS = """
 from datasets import load_dataset
@@ -505,6 +505,7 @@ def test_every_key_of_ours_in_the_tables_is_one() -> None:
     ("framework", "source", "named"),
     [
         ("trl", "nowhere.py", "nowhere.py"),
+        ("trl", "python 'x.py", "No closing quotation"),
         ("trl", "{file}", "GRPOTrainer"),
         ("verl", "nowhere.sh", "nowhere.sh"),
         ("verl", "a=b", "data.train_batch_size"),
@@ -554,3 +555,35 @@ def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(draft.text("train.py"))
     wandb = load(tmp_path / "run.yaml", [], {}).logger.wandb
     assert (wandb.name, wandb.project) == ("1e-6", "1_0")
+
+
+def test_a_command_of_one_long_word_is_no_file() -> None:
+    draft = verl.migrate(" ".join(["algorithm.adv_estimator=grpo", *["data.train_batch_size=8"] * 20]))
+    assert draft.values()["grpo"]["num_prompts_per_step"] == 8
+
+
+@pytest.mark.parametrize("text", ["2024-12-31", "2024-31-12", "1" * 5000, "[" * 3000])
+def test_a_word_that_yaml_takes_for_something_else_stays_text(text: str) -> None:
+    assert read_scalar(text) == text
+
+
+@pytest.mark.parametrize(
+    ("keywords", "name"),
+    [
+        ("lr_scheduler_type='cosine', lr_scheduler_kwargs=dict(min_lr=rate * 0.1), max_steps=5", "lr_scheduler_kwargs"),
+        ("warmup_steps=float('inf')", "warmup_steps"),
+        ("num_train_epochs=1e999", "num_train_epochs"),
+        ("eval_strategy='steps', eval_steps='often'", "eval_steps"),
+        ("reward_weights=[None]", "reward_weights"),
+        ("reward_weights=[1.0]", "reward_weights"),
+    ],
+)
+def test_a_value_that_is_no_number_where_one_is_meant_is_asked_for(tmp_path: Path, keywords: str, name: str) -> None:
+    draft = of_trl(tmp_path, keywords, TRAINS.replace("=short", "=[short, 'org/judge']"))
+    assert any(each.startswith(name) for each in draft.to_add), draft.to_add
+
+
+def test_variables_of_variables_take_no_memory() -> None:
+    doubled = "\n".join(f"A{number + 1}=$A{number}$A{number}" for number in range(18))
+    draft = verl.migrate(f"A0=xx\n{doubled}\nactor_rollout_ref.model.path=$A18")
+    assert len(draft.values()["policy"]["model_name"]) == 100_000

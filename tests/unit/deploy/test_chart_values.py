@@ -205,17 +205,29 @@ def test_files_of_this_machine_are_told(tmp_path: Path) -> None:
     assert "trainer" not in values["networkPolicies"]["outbound"]
 
 
+def of_train(**train: Any) -> dict[str, Any]:
+    return {"data": {"train": {"env_name": "math", **train}}}
+
+
 @pytest.mark.parametrize(
-    "sections",
+    ("sections", "outbound"),
     [
-        {"data": {"train": {"dataset_name": "gsm8k", "env_name": "math"}}},
-        {"data": {"train": {"data_path": "someone/problems", "env_name": "math"}}},
-        {"checkpointing": {"store": "s3://bucket/runs"}},
+        (of_train(dataset_name="DeepScaler"), {"trainer": [443]}),
+        (of_train(data_path="trl-lib/DeepMath-103K"), {"trainer": [443]}),
+        (of_train(data_path="models/rows.jsonl"), {}),
+        (of_train(data_path="data/rows.parquet"), {}),
+        ({"checkpointing": {"store": "s3://bucket/runs"}}, {"trainer": [443]}),
+        ({"checkpointing": {"store": "file:///shared"}}, {}),
+        (
+            {"policy": {"model_name": "models/own", "tokenizer": {"name": "Qwen/Qwen3-8B"}}},
+            {"rollout": [443], "trainer": [443]},
+        ),
+        ({"env": {"math": {"type": "reward_model", "model_name": "org/judge"}}}, {"reward": [443]}),
     ],
 )
-def test_what_the_trainer_fetches_and_stores_is_let_through(sections: dict[str, Any]) -> None:
-    values, _ = chart_values(config(policy={"model_name": "models/own"}, **sections), Cluster())
-    assert values["networkPolicies"]["outbound"] == {"trainer": [443]}
+def test_what_the_trainer_and_rewards_fetch_is_let_through(sections: dict[str, Any], outbound: dict[str, Any]) -> None:
+    values, _ = chart_values(config(**{"policy": {"model_name": "models/own"}, **sections}), Cluster())
+    assert values["networkPolicies"]["outbound"] == outbound
 
 
 def test_the_command_writes_what_it_would_print(tmp_path: Path) -> None:

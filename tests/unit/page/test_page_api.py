@@ -117,6 +117,16 @@ def test_every_field_and_parameter_is_described(description: dict[str, Any]) -> 
             assert lacking == [], path
 
 
+def test_what_is_long_is_compressed_for_those_who_take_it(client: TestClient) -> None:
+    for path, encoded in {"/static/vendor/uPlot.js": "gzip", "/api/openapi.json": "gzip", "/readyz": None}.items():
+        whole = client.get(path, headers={"accept-encoding": "identity"})
+        answer = client.get(path, headers={"accept-encoding": "gzip"})
+        assert (whole.headers.get("content-encoding"), answer.headers.get("content-encoding")) == (None, encoded), path
+        assert answer.content == whole.content
+        if encoded:
+            assert int(answer.headers.get("content-length", 0)) < len(whole.content) / 2
+
+
 def test_a_run_is_described_by_its_files(client: TestClient) -> None:
     run = {each["id"]: each for each in ask(client, "/api/runs")["runs"]}["adder"]
     assert (run["state"], run["step"], run["max_steps"], run["started"]) == ("finished", STEPS, 10, START)

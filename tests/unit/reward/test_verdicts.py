@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.base.repeats import Repeats, alike
 from headrace.config.environments import LLMJudgeConfig
 from headrace_services.reward.judge.asking import read_seconds
 from headrace_services.reward.judge.verdicts import (
@@ -82,3 +83,16 @@ def test_law_7_failure_is_not_zero_a_score_off_the_scale_is_none(scale: Any, sco
 )
 def test_retry_after_in_seconds(header: str | None, seconds: float | None) -> None:
     assert read_seconds(header) == seconds
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["text", "scores of others"])
+def test_a_judge_that_never_gives_a_verdict_is_told_once_and_then_counted(*, keyed: bool) -> None:
+    repeats, told = Repeats(clock=lambda: 0.0), 0
+    for number in range(10_000):
+        letters = str(number).translate(str.maketrans("0123456789", "abcdefghij"))
+        said = f"The completion is {letters} in my opinion, and more."
+        answer = json.dumps({"reason": "", "scores": {said: 1}}) if keyed else said
+        with pytest.raises(NoVerdict) as error:
+            verdict_in(read_completion(answered(answer)), Scale(1, 5), "group" if keyed else "one", 2)
+        told += repeats.due(alike(str(error.value))) is not None
+    assert told == 1

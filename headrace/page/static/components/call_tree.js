@@ -10,7 +10,7 @@ import { firstLine, Message, textOf, toolCall } from "./messages.js";
  * root), the lanes that pass by (`through`), and whether its lane goes on below. A lane is free for others once nothing continues it, so a
  * long chain with many short branches stays narrow.
  */
-export function layout(calls) {
+function layout(calls) {
   const until = new Map();
   for (const { number, parent } of calls) if (parent >= 0) until.set(parent, Math.max(number, until.get(parent) ?? -1));
   const lanes = [];
@@ -37,7 +37,7 @@ export function layout(calls) {
 }
 
 /** Returns the calls from the root to call `number`. */
-export function pathTo(calls, number) {
+function pathTo(calls, number) {
   const byNumber = new Map(calls.map((call) => [call.number, call]));
   const path = [];
   for (let call = byNumber.get(number); call && path.length <= calls.length; call = byNumber.get(call.parent))
@@ -46,7 +46,7 @@ export function pathTo(calls, number) {
 }
 
 /** What a call answered, in a line. */
-export function summary({ answer = {} }) {
+function summary({ answer = {} }) {
   const tools = (answer.tool_calls ?? []).map((each) => toolCall(each).name);
   const text = textOf(answer.content) || (tools.length ? "" : textOf(answer.reasoning ?? answer.reasoning_content));
   return firstLine(

@@ -113,7 +113,7 @@ function Legend({ xs, series, hidden, toggle, cursor, time }) {
 }
 
 /** The value of a series at an index of `xs`; without one there, the one before it with its step. */
-export function valueAt(xs, values, index) {
+function valueAt(xs, values, index) {
   const found = known(values, index ?? values.length - 1);
   if (found === null) return "–";
   return number(values[found], 4) + (index === null || found === index ? "" : ` (${number(xs[found], 6)})`);
@@ -265,7 +265,7 @@ function drawnSeries(shown, stacked) {
       width: each.faint ? 1 : 1.6,
       dash: Array.isArray(each.dashed) ? each.dashed : each.dashed ? [5, 3] : undefined,
       fill: stacked ? `color-mix(in srgb, ${colour} 75%, ${styleOf("--surface")})` : undefined,
-      points: { show: lonely(each.values), size: 5, fill: colour },
+      points: { show: (plot, at) => lonely(plot.data[at]), size: 5, fill: colour },
       spanGaps: true,
     });
     if (!hasBand(each)) continue;
@@ -317,7 +317,7 @@ function showMarks(plot, { marks, tip }, left) {
 }
 
 /** What the legend says at an index, as a sentence for those who hear it. */
-export const spoken = (xs, series, index, time) =>
+const spoken = (xs, series, index, time) =>
   `${time ? timeText(xs[index]) : `step ${xs[index]}`}: ${series
     .filter(({ faint, off }) => !faint && !off)
     .map(({ label, own, values }) => `${visible(label)} ${valueAt(xs, own ?? values, index)}`)

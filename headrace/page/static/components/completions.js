@@ -29,14 +29,14 @@ export function fold(trajectories, order = "index", folded = true) {
 }
 
 /** The weight versions that wrote a completion, and how much of it each. */
-export function versionText(versions) {
+function versionText(versions) {
   const total = versions.reduce((sum, [, start, end]) => sum + end - start, 0);
   if (versions.length <= 1 || !total) return versions.map(([version]) => `version ${version}`).join("");
   return versions.map(([version, start, end]) => `version ${version}: ${percent((end - start) / total)}`).join(", ");
 }
 
 /** Returns what the environment said of equal completions, each text once: `{metadata, of: [index, …]}`. */
-export function reasons(same) {
+function reasons(same) {
   const found = new Map();
   for (const { index, metadata } of same) {
     if (!Object.keys(metadata ?? {}).length) continue;

@@ -1,7 +1,7 @@
 // Differences between two texts, by words.
 
 /** Splits a text into words, spaces and single other characters. */
-export const wordsOf = (text) => String(text).match(/[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu) ?? [];
+const wordsOf = (text) => String(text).match(/[\p{L}\p{N}_]+|\s+|[^\p{L}\p{N}_\s]/gu) ?? [];
 
 const MOST_CHANGES = 600;
 

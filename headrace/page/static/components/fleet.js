@@ -5,7 +5,7 @@ import { html } from "../vendor/preact.js";
 import { Badge, Empty, Table } from "./basics.js";
 
 /** A bar of how much of something is in use, with the numbers beside it. `share` is 0 … 1, or null if nobody knows. */
-export const Busy = ({ share, label, text }) => {
+const Busy = ({ share, label, text }) => {
   const filled = Math.min(1, Math.max(0, share ?? 0));
   return html`<span class="busy">
     ${share !== null && share !== undefined && html`<span class=${`track ${share >= 0.95 ? "full" : ""}`} role="img" aria-label=${`${label}: ${percent(share)}`}><i style=${{ width: `${filled * 100}%` }}></i></span>`}
@@ -21,11 +21,11 @@ export const toneOf = (state) => STATES[state] ?? "calm";
 const GRAVITY = { bad: 0, warn: 1, calm: 2, good: 3 };
 
 /** Returns replicas with those first that need a person. */
-export const gravestFirst = (replicas) =>
+const gravestFirst = (replicas) =>
   [...replicas].sort((a, b) => GRAVITY[toneOf(a.state)] - GRAVITY[toneOf(b.state)] || (a.id < b.id ? -1 : 1));
 
 /** Returns environments, the broken ones first, then those with the most waiting. */
-export const brokenFirst = (environments) =>
+const brokenFirst = (environments) =>
   [...environments].sort((a, b) => Number(b.broken) - Number(a.broken) || (b.waiting ?? 0) - (a.waiting ?? 0));
 
 /** Whether any of `rows` knows a field; a column that nobody knows is left out. */

@@ -2,9 +2,10 @@
 
 import { count, number, percent, visible } from "../format.js";
 import { html } from "../vendor/preact.js";
+import { viewAddress } from "./links.js";
 
 /** The states that a trained group goes through, and what moves it into each. */
-export const STAGES = [
+const STAGES = [
   ["queued", "enqueue", "Prompts that wait for a lease"],
   ["open", "lease", "Groups that replicas or runners generate"],
   ["scoring", "all pushed", "Groups that wait for scores of environments"],
@@ -14,7 +15,7 @@ export const STAGES = [
 ];
 
 /** The other ends of a group, and why it comes there. */
-export const ENDS = [
+const ENDS = [
   ["failed", "attempts used up, or too many trajectories failed"],
   ["filtered", "all rewards equal"],
   ["evaluated", "validation lane, all scored"],
@@ -22,13 +23,12 @@ export const ENDS = [
 ];
 
 /** A rate as people read it: groups a minute, in one unit so that the arrows can be compared; "" if nobody knows. */
-export const rate = (perSecond) =>
-  perSecond === null || perSecond === undefined ? "" : `${number(perSecond * 60)}/min`;
+const rate = (perSecond) => (perSecond === null || perSecond === undefined ? "" : `${number(perSecond * 60)}/min`);
 
 const few = (names) => `${names.slice(0, 2).join(", ")}${names.length > 2 ? ` and ${names.length - 2} more` : ""}`;
 
 /** Returns the services above the states that they work on, as `{stage, who, what}`, from what `now` knows; nothing of a run that is down. */
-export function services(now, newest) {
+function services(now, newest) {
   if (!now) return [];
   const { replicas = [], runners = [], environments = [] } = now;
   const tokens = replicas.reduce((sum, { tokens_per_s }) => sum + (tokens_per_s ?? 0), 0);
@@ -64,7 +64,7 @@ export function services(now, newest) {
 }
 
 const Box = ({ run, state, value, title, tone = "" }) =>
-  html`<a class=${`box ${tone}`} href=${`/runs/${encodeURIComponent(run)}/prompts?state=${state}`} title=${title} aria-label=${`${state}: ${count(value)}. ${title}`}>
+  html`<a class=${`box ${tone}`} href=${viewAddress(run, "prompts", { state })} title=${title} aria-label=${`${state}: ${count(value)}. ${title}`}>
     <b>${count(value)}</b><span>${state}</span>
   </a>`;
 

@@ -71,7 +71,7 @@ function drawLane(context, lane, place, paints) {
 }
 
 /** The text on a bar, if it fits. */
-export const labelOf = (bar) =>
+const labelOf = (bar) =>
   kindOf(bar.what) === "generation"
     ? `v${bar.version ?? "?"}`
     : kindOf(bar.what) === "training" && Number.isFinite(bar.step)
@@ -273,6 +273,11 @@ function usePointers({ canvas, scroller, lanes, range, whole, onRange, onFocus, 
     onOpen(found);
   };
   const leave = () => setHover(null);
+  const cancel = () => {
+    from.current = null;
+    setDrag(null);
+    leave();
+  };
   return {
     hover,
     drag,
@@ -280,7 +285,7 @@ function usePointers({ canvas, scroller, lanes, range, whole, onRange, onFocus, 
       onPointerDown: down,
       onPointerMove: move,
       onPointerUp: up,
-      onPointerCancel: leave,
+      onPointerCancel: cancel,
       onPointerLeave: leave,
     },
   };

@@ -4,7 +4,7 @@ export const AXIS = 24;
 const MOST_ROWS = 12;
 const [SHORTEST, TALLEST, FEW] = [26, 54, 12];
 /** The shortest range that can be shown, in seconds. */
-export const SHORTEST_S = 0.05;
+const SHORTEST_S = 0.05;
 
 /** Seconds by which bars that follow one another may seem to overlap: times are rounded. */
 const SAME = 0.001;
@@ -13,7 +13,7 @@ const SAME = 0.001;
  * Gives each bar, which are in the order of their starts, a row in which it overlaps no other. Beyond `most` rows bars share the row that is
  * free first. Returns `{rows, of}`: how many rows, and the row of each bar.
  */
-export function pack(bars, most = MOST_ROWS) {
+function pack(bars, most = MOST_ROWS) {
   const ends = [];
   const of = bars.map(({ start, end }) => {
     let row = ends.findIndex((each) => each <= start + SAME);

@@ -6,11 +6,12 @@ const part = encodeURIComponent;
 export const groupAddress = (run, group, index = null) =>
   `/runs/${part(run)}/groups/${part(group)}${index === null ? "" : `/${index}`}`;
 
-/** The address of a view of a run, with query parameters; those without a value are left out. */
-export function viewAddress(run, view, query = {}) {
+/** The address of a view of a run, with query parameters, whose values may be lists; those without a value are left out. */
+export function viewAddress(run, view = "", query = {}) {
   const parameters = new URLSearchParams();
   for (const [name, value] of Object.entries(query))
-    if (value !== null && value !== undefined && value !== "") parameters.set(name, String(value));
+    for (const each of [value].flat())
+      if (each !== null && each !== undefined && each !== "") parameters.append(name, String(each));
   const text = parameters.toString();
   return `/runs/${part(run)}${view && `/${view}`}${text && `?${text}`}`;
 }

@@ -7,7 +7,7 @@ import { cellColour, position, rewardScale } from "./colour.js";
 const HEIGHT = 18;
 
 /** The width of each of `n` cells of a strip that is at most `most` wide. */
-export const cellWidth = (n, most = 132) => Math.max(2, Math.min(12, Math.floor(most / Math.max(1, n))));
+const cellWidth = (n, most = 132) => Math.max(2, Math.min(12, Math.floor(most / Math.max(1, n))));
 
 /** A cell a reward: its colour and its height follow the value, which hovering tells. One without a reward is an outline. */
 export function RewardStrip({ rewards, scale = rewardScale(rewards) }) {
@@ -29,7 +29,7 @@ export function RewardStrip({ rewards, scale = rewardScale(rewards) }) {
 }
 
 /** Returns bars `{low, high, count}` of values: one for each distinct value where there are few, else of equal width. */
-export function histogram(values, most = 12) {
+function histogram(values, most = 12) {
   const known = values.filter(Number.isFinite).sort((a, b) => a - b);
   if (!known.length) return [];
   const distinct = [...new Set(known)];

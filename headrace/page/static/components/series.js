@@ -2,6 +2,7 @@
 
 import { get } from "../api.js";
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
+import { apiPath } from "./links.js";
 
 /** Metrics in one request, requests at a time, and milliseconds in which charts that come into view are taken together. */
 const TOGETHER = 24;
@@ -9,11 +10,11 @@ const AT_ONCE = 2;
 const GATHER = 80;
 
 /** Returns `items` in parts of at most `size`. */
-export const parts = (items, size) =>
+const parts = (items, size) =>
   Array.from({ length: Math.ceil(items.length / size) }, (_, i) => items.slice(i * size, (i + 1) * size));
 
 /** Reads series of runs with the same `params` (first, last, points), keeps them, and tells those who listen. */
-export class SeriesReader {
+class SeriesReader {
   constructor(params, read = get) {
     this.params = params;
     this.read = read;
@@ -75,8 +76,11 @@ export class SeriesReader {
     let error = null;
     this.busy += 1;
     try {
-      const path = `/api/runs/${encodeURIComponent(run)}/series`;
-      const { series } = await this.read(path, { ...this.params, metric: metrics }, this.abort.signal);
+      const { series } = await this.read(
+        apiPath(run, "series"),
+        { ...this.params, metric: metrics },
+        this.abort.signal,
+      );
       for (const each of series) this.known.set(`${run} ${each.metric}`, each);
       for (const metric of metrics) this.fresh.add(`${run} ${metric}`);
     } catch (failed) {

@@ -11,7 +11,7 @@ const FOLDED = 6;
  * Returns the events with what their line needs: `since` the group was enqueued, the `gap` to the event before if it is long (an eighth of
  * the story, at least a second), and whether the event begins an `attempt`.
  */
-export function lines(story) {
+function lines(story) {
   const [first, last] = [story[0]?.time ?? 0, story.at(-1)?.time ?? 0];
   const long = Math.max(GAP_S, (last - first) / 8);
   let attempt = null;
@@ -24,7 +24,7 @@ export function lines(story) {
 }
 
 /** Returns runs of consecutive lines: those about single completions together, so that a group of 64 has a readable story. */
-export function runsOf(all) {
+function runsOf(all) {
   const runs = [];
   for (const line of all) {
     const isSingle = Number.isFinite(line.index) && ["pushed", "scored"].includes(line.what);
@@ -50,7 +50,7 @@ const TONES = {
 };
 
 /** What an event tells besides its text: nothing twice. */
-export function details(line) {
+function details(line) {
   const text = line.text || line.what;
   const all = [
     [line.replica, (value) => `on ${visible(value)}`],

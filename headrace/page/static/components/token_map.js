@@ -6,11 +6,11 @@ import { colourOf, shownToken } from "./columns.js";
 import { WINDOW } from "./token_store.js";
 
 /** Tokens of a block, which is in the page or not as a whole. */
-export const BLOCK = 256;
+const BLOCK = 256;
 const HEIGHT = 440;
 
 /** The token that a key moves to from token `at`; null for other keys, and for those that need the lines of the text. */
-export function moveToken(key, at, total, isControl = false) {
+function moveToken(key, at, total, isControl = false) {
   const to = {
     ArrowLeft: at - 1,
     ArrowRight: at + 1,

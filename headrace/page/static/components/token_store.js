@@ -9,10 +9,10 @@ export const WINDOW = 2048;
 /** Windows of one request when all are read: the server looks through a file for each request. */
 const TOGETHER = 8;
 /** A trajectory of at most so many tokens is read whole without being asked. */
-export const WHOLE = TOGETHER * WINDOW;
+const WHOLE = TOGETHER * WINDOW;
 
 /** Tokens and columns of the windows that were read. Values that weren't read, or are null, are NaN. */
-export class TokenStore {
+class TokenStore {
   constructor() {
     this.total = null;
     this.texts = [];

@@ -8,7 +8,7 @@ import { columnOf } from "./columns.js";
 const HEIGHT = 26;
 
 /** Returns for each of `pixels` columns of a strip the strongest position of its tokens; null where none was read. */
-export function strongest(values, total, pixels, scale, plain) {
+function strongest(values, total, pixels, scale, plain) {
   const per = total / pixels;
   return Array.from({ length: pixels }, (_, pixel) => {
     let best = null;

@@ -1,13 +1,14 @@
 // Several runs in the same charts, what each reached, and in what their configurations differ.
 
-import { navigate, setQuery } from "../address.js";
+import { navigate, rangeOf, setQuery } from "../address.js";
 import { useData } from "../api.js";
 import { Card, Empty, Failure, formatBest, Loaded, State, Table } from "../components/basics.js";
 import { colourOf } from "../components/chart.js";
+import { apiPath, viewAddress } from "../components/links.js";
 import { useReader } from "../components/series.js";
 import { count, duration, visible } from "../format.js";
 import { html, useEffect, useMemo, useState } from "../vendor/preact.js";
-import { choices, POINTS, rangeOf, Section, search, sections, Tools } from "./metrics.js";
+import { choices, POINTS, Section, search, sections, Tools } from "./metrics.js";
 
 /** What is compared without a search. */
 const USUAL =
@@ -17,7 +18,7 @@ const USUAL =
  * Returns the metrics of several runs as those of one: each `kind:name` once, empty only where all are. `answers` are the runs' answers, or
  * null for those that are not read.
  */
-export function unite(answers) {
+function unite(answers) {
   const found = new Map();
   for (const answer of answers)
     for (const each of answer?.names ?? []) {
@@ -76,7 +77,7 @@ function Choose({ runs, query }) {
 
 /** The name of a run with its colour in the charts. */
 const Named = ({ run, index }) => html`<span class="named">
-  <i class="run-colour" style=${{ background: `var(${colourOf(index)})` }}></i><a href=${`/runs/${encodeURIComponent(run.id)}`}><b>${visible(run.id)}</b></a>
+  <i class="run-colour" style=${{ background: `var(${colourOf(index)})` }}></i><a href=${viewAddress(run.id)}><b>${visible(run.id)}</b></a>
 </span>`;
 
 function Results({ runs, query }) {
@@ -159,10 +160,10 @@ function Curves({ runs, query }) {
   const shared = { runs: ids, reader, marks: NONE, range, extent: steps, chosen };
   return html`
     ${ids.map((id) => html`<${Names} key=${id} run=${id} tell=${setAnswers} />`)}
-    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error} found=${found}>
+    <${Tools} chosen=${chosen} range=${range} error=${error} found=${found}>
       <p class="runs-legend">
         ${runs.map((run, i) => html`<${Named} key=${run.id} run=${run} index=${i} />`)}
-        ${!chosen.re && !chosen.only.length && html`<span class="faint">These are the usual metrics. <button onClick=${() => setQuery(query, { re: "." })}>All metrics</button></span>`}
+        ${!chosen.re && !chosen.only.length && html`<span class="faint">These are the usual metrics. <button onClick=${() => setQuery({ re: "." })}>All metrics</button></span>`}
       </p>
     <//>
     ${broken.map((id) => html`<${Failure} key=${id} error=${`${id}: ${answers[id].error}`} />`)}
@@ -175,7 +176,7 @@ const NONE = [];
 
 /** Reads which metrics a run has: a part of its own, because the number of runs changes. */
 function Names({ run, tell }) {
-  const { data, error } = useData(`/api/runs/${encodeURIComponent(run)}/metrics`);
+  const { data, error } = useData(apiPath(run, "metrics"));
   useEffect(() => tell((before) => ({ ...before, [run]: { data, error } })), [data, error]);
   return null;
 }

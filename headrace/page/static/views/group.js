@@ -12,7 +12,7 @@ import { Problems } from "../components/problems.js";
 import { Histogram, RewardStrip } from "../components/rewards.js";
 import { Story } from "../components/story.js";
 import { count, duration, number, time, visible } from "../format.js";
-import { html, useEffect, useMemo, useState } from "../vendor/preact.js";
+import { html, useMemo } from "../vendor/preact.js";
 
 /** With more completions than this each is shown smaller, and what the environment said is folded. */
 const MANY = 16;
@@ -20,12 +20,10 @@ const MANY = 16;
 const ENDS = ["trained", "filtered", "failed", "evaluated", "unused"];
 
 export function Group({ run, params, query }) {
-  const [isOpen, setOpen] = useState(false);
-  const answer = useData(apiPath(run, "groups", params.group), {}, { every: isOpen ? 10 : 0 });
-  const group = answer.data;
   // A group that has ended isn't read again: its completions may be megabytes.
-  const goesOn = group !== null && !ENDS.includes(group.state);
-  useEffect(() => setOpen(goesOn), [goesOn]);
+  const every = (data) => (ENDS.includes(data?.state) ? 0 : 10);
+  const answer = useData(apiPath(run, "groups", params.group), {}, { every });
+  const group = answer.data;
   const go = (id) => id && navigate(groupAddress(run, id));
   useKeys({ n: () => go(group?.next), p: () => go(group?.previous), u: () => navigate(viewAddress(run, "prompts")) });
   return html`<${Loaded} answer=${answer}>
@@ -89,7 +87,7 @@ const Prompt = ({ group }) => html`<${Card} title="Prompt">
 <//>`;
 
 /** Why a group failed; the traceback that an environment gave, if there is one. */
-export function Failed({ group }) {
+function Failed({ group }) {
   const traces = [
     ...new Set(group.trajectories.map((each) => each.traceback ?? each.metadata?.traceback).filter(Boolean)),
   ];
@@ -100,7 +98,7 @@ export function Failed({ group }) {
 }
 
 /** Returns the two completions to compare after one more is chosen: the newest choice comes last; choosing one again removes it. */
-export function chooseTwo(chosen, index) {
+function chooseTwo(chosen, index) {
   if (chosen.includes(index)) return chosen.filter((each) => each !== index);
   return [...chosen, index].slice(-2);
 }
@@ -116,11 +114,11 @@ function Completions({ run, group, query }) {
   const rewards = all.map((each) => each.reward);
   const scales = scalesOf(all);
   const isMany = shown.length > MANY;
-  const choose = (index) => setQuery(query, { compare: chooseTwo(chosen, index).join(",") });
+  const choose = (index) => setQuery({ compare: chooseTwo(chosen, index).join(",") });
   const letter = (same) => same.map((each) => "AB"[chosen.indexOf(each.index)]).find(Boolean);
   const tools = html`
-    <${Choice} label="Order" choices=${ORDERS.map(([name, label]) => [name, label])} value=${order} onChange=${(by) => setQuery(query, { by: by === "index" ? null : by })} />
-    <label class="check"><input type="checkbox" checked=${isFolded} onChange=${() => setQuery(query, { fold: isFolded ? "no" : null })} /> fold equal ones</label>
+    <${Choice} label="Order" choices=${ORDERS.map(([name, label]) => [name, label])} value=${order} onChange=${(by) => setQuery({ by: by === "index" ? null : by })} />
+    <label class="check"><input type="checkbox" checked=${isFolded} onChange=${() => setQuery({ fold: isFolded ? "no" : null })} /> fold equal ones</label>
   `;
   return html`
     <${Card} title=${`${all.length} completion${all.length === 1 ? "" : "s"}`} tools=${tools}>
@@ -128,7 +126,7 @@ function Completions({ run, group, query }) {
         <div><h3>Rewards by index</h3><${RewardStrip} rewards=${rewards} scale=${scales.reward} /></div>
         <div class="grow"><h3>How many have which reward</h3><${Histogram} values=${rewards} label="Rewards" /></div>
       </div>
-      ${chosen.length > 0 && html`<${Comparison} all=${all} chosen=${chosen} clear=${() => setQuery(query, { compare: null })} />`}
+      ${chosen.length > 0 && html`<${Comparison} all=${all} chosen=${chosen} clear=${() => setQuery({ compare: null })} />`}
       <div class=${`completions ${isMany ? "many" : ""}`}>
         ${shown.map((same) => html`<${Completion} key=${same[0].index} run=${run} group=${group.id} same=${same} scales=${scales} chosen=${letter(same)} choose=${choose} unkept=${group.unkept} isMany=${isMany} isAlone=${all.length === 1} />`)}
       </div>

@@ -1,10 +1,11 @@
 // Every metric of a run as curves, in sections.
 
-import { setQuery } from "../address.js";
+import { rangeOf, setQuery } from "../address.js";
 import { useData } from "../api.js";
 import { Choice, Empty, Failure, Fold, Loaded } from "../components/basics.js";
 import { Chart, colourOf, dashesOf } from "../components/chart.js";
 import { align, smooth } from "../components/curves.js";
+import { apiPath } from "../components/links.js";
 import { Problems } from "../components/problems.js";
 import { InView, useReader, useSeries } from "../components/series.js";
 import { count, visible } from "../format.js";
@@ -14,7 +15,7 @@ import { html, useMemo } from "../vendor/preact.js";
 export const POINTS = 500;
 
 /** How a mark of each kind is drawn: its sign above the line, and its colour. */
-export const MARKS = {
+const MARKS = {
   build: { sign: "B", colour: "--mark", label: "build" },
   rewind: { sign: "R", colour: "--warn", label: "rewind" },
   configuration: { sign: "C", colour: "--accent", label: "configuration" },
@@ -62,7 +63,7 @@ export function sections(names, test, only = []) {
  * Returns the series of a chart from those read, with the original faint behind if they are smoothed. `labelled(run, metric)` names one, and
  * `styled(run, metric)` is how it is drawn.
  */
-export function curvesOf(found, runs, metrics, weight, labelled, styled) {
+function curvesOf(found, runs, metrics, weight, labelled, styled) {
   const read = runs.flatMap((run) =>
     metrics
       .filter((metric) => found[run]?.[metric])
@@ -86,14 +87,6 @@ export function curvesOf(found, runs, metrics, weight, labelled, styled) {
 /** A band for each of several runs would hide the others' lines. */
 const unbanded = ({ low, high, ...series }, several) => (several ? series : { ...series, low, high });
 
-/** Returns the range in the address as [first, last], or null. */
-export function rangeOf(query) {
-  const [first, last] = [query.get("first"), query.get("last")].map((text) =>
-    text === null ? Number.NaN : Number(text),
-  );
-  return Number.isFinite(first) && Number.isFinite(last) && first < last ? [first, last] : null;
-}
-
 /** Stands between the names of closed sections in the address; names have commas. */
 const BETWEEN = "|";
 
@@ -108,7 +101,7 @@ export const choices = (query) => ({
 });
 
 export function Metrics({ run, query }) {
-  const answer = useData(`/api/runs/${encodeURIComponent(run)}/metrics`, {}, { every: 5 });
+  const answer = useData(apiPath(run, "metrics"), {}, { every: 5 });
   return html`<${Loaded} answer=${answer}>${(data) => html`<${Found} run=${run} query=${query} data=${data} />`}<//>`;
 }
 
@@ -129,30 +122,30 @@ function Found({ run, query, data }) {
   );
   const shared = { runs: [run], reader, marks, range, extent: data.steps, chosen };
   return html`
-    <${Tools} query=${query} chosen=${chosen} range=${range} error=${error} found=${found}><${Marks} marks=${data.marks} /><${Problems} of=${data} /><//>
+    <${Tools} chosen=${chosen} range=${range} error=${error} found=${found}><${Marks} marks=${data.marks} /><${Problems} of=${data} /><//>
     ${!found.length && html`<${Empty}>${data.names.length ? "No metric matches the search." : "This run has no metrics yet: its first step is not done."}<//>`}
     ${found.map((each) => html`<${Section} key=${each.section} ...${each} shared=${shared} />`)}
   `;
 }
 
 /** The tools above curves: search, smoothing, scale, and the steps in view. */
-export function Tools({ query, chosen, range, error, found, children }) {
+export function Tools({ chosen, range, error, found, children }) {
   const { re, only, weight, log } = chosen;
   return html`<section class="card sticky">
     <div class="tools">
-      <input type="search" class="code" placeholder="regular expression: reward|entropy" aria-label="Search metrics by regular expression" aria-invalid=${Boolean(error)} value=${re} onInput=${(event) => setQuery(query, { re: event.target.value })} />
+      <input type="search" class="code" placeholder="regular expression: reward|entropy" aria-label="Search metrics by regular expression" aria-invalid=${Boolean(error)} value=${re} onInput=${(event) => setQuery({ re: event.target.value })} />
       <label class="slider">
         smoothing
-        <input type="range" min="0" max="0.99" step="0.01" value=${weight} onInput=${(event) => setQuery(query, { smooth: Number(event.target.value) || null })} />
+        <input type="range" min="0" max="0.99" step="0.01" value=${weight} onInput=${(event) => setQuery({ smooth: Number(event.target.value) || null })} />
         <output>${weight.toFixed(2)}</output>
       </label>
-      <${Choice} label="Scale" choices=${[["linear", "linear"], ["log", "log"]]} value=${log ? "log" : "linear"} onChange=${(scale) => setQuery(query, { scale: scale === "log" ? scale : null })} />
+      <${Choice} label="Scale" choices=${[["linear", "linear"], ["log", "log"]]} value=${log ? "log" : "linear"} onChange=${(scale) => setQuery({ scale: scale === "log" ? scale : null })} />
       ${
         range
-          ? html`<span>steps ${count(range[0])} – ${count(range[1])}</span> <button onClick=${() => setQuery(query, { first: null, last: null })}>All steps</button>`
+          ? html`<span>steps ${count(range[0])} – ${count(range[1])}</span> <button onClick=${() => setQuery({ first: null, last: null })}>All steps</button>`
           : html`<span class="faint">Select a range in a chart to zoom.</span>`
       }
-      ${only.length > 0 && html`<span class="badge" title=${only.map(visible).join("\n")}>${only.length === 1 ? visible(only[0]) : `${only.length} metrics`}</span> <button onClick=${() => setQuery(query, { metric: null })}>All metrics</button>`}
+      ${only.length > 0 && html`<span class="badge" title=${only.map(visible).join("\n")}>${only.length === 1 ? visible(only[0]) : `${only.length} metrics`}</span> <button onClick=${() => setQuery({ metric: null })}>All metrics</button>`}
     </div>
     ${error && html`<${Failure} error=${error} />`}
     ${found.length > 1 && html`<${Menu} found=${found} closed=${chosen.closed} />`} ${children}
@@ -164,13 +157,13 @@ const idOf = (section) => `section-${section.replace(/\W+/g, "-")}`;
 /** A button for each section, which opens it and goes there. */
 function Menu({ found, closed }) {
   const goTo = (section) => {
-    setQuery(here(), { closed: closed.filter((each) => each !== section).join(BETWEEN) });
+    setQuery({ closed: closed.filter((each) => each !== section).join(BETWEEN) });
     requestAnimationFrame(() => document.getElementById(idOf(section))?.scrollIntoView());
   };
   const all = closed.length < found.length ? found.map(({ section }) => section) : [];
   return html`<nav class="sections" aria-label="Sections">
     ${found.map(({ section, charts }) => html`<button key=${section} class="plain" onClick=${() => goTo(section)}>${visible(section)} <span class="faint">${charts.length}</span></button>`)}
-    <button class="plain" onClick=${() => setQuery(here(), { closed: all.join(BETWEEN) })}>${all.length ? "Close all" : "Open all"}</button>
+    <button class="plain" onClick=${() => setQuery({ closed: all.join(BETWEEN) })}>${all.length ? "Close all" : "Open all"}</button>
   </nav>`;
 }
 
@@ -195,7 +188,7 @@ export function Section({ section, charts, empty, shared }) {
   const next = closed ? chosen.closed.filter((each) => each !== section) : [...chosen.closed, section];
   return html`<section class="section" id=${idOf(section)}>
     <h2>
-      <button class="plain" aria-expanded=${!closed} onClick=${() => setQuery(here(), { closed: next.join(BETWEEN) })}>
+      <button class="plain" aria-expanded=${!closed} onClick=${() => setQuery({ closed: next.join(BETWEEN) })}>
         ${closed ? "▸" : "▾"} ${visible(section)} <span class="faint">${charts.length}</span>
       </button>
     </h2>
@@ -207,17 +200,15 @@ export function Section({ section, charts, empty, shared }) {
 const kindOf = (metric) => metric.slice(0, metric.indexOf(":"));
 const KINDS = { train: 0, validation: 1 };
 
-const here = () => new URLSearchParams(location.search);
-
 /** Puts the range that a person has chosen into the address: whole steps; nulls show all. */
 const zoom = (first, last) =>
-  setQuery(here(), first === null ? { first: null, last: null } : { first: Math.floor(first), last: Math.ceil(last) });
+  setQuery(first === null ? { first: null, last: null } : { first: Math.floor(first), last: Math.ceil(last) });
 
 /**
  * The chart of a metric, in training and in validation; of several runs, each with a colour of its own. It is made anew only when what it
  * shows has changed: there are hundreds, and the address changes with each letter of a search.
  */
-export function MetricChart({ name, help, unit, metrics, runs, reader, marks, range, extent, chosen }) {
+function MetricChart({ name, help, unit, metrics, runs, reader, marks, range, extent, chosen }) {
   const [wide, { weight, log }] = [chosen.wide === name, chosen];
   return useMemo(
     () =>
@@ -235,7 +226,7 @@ function Framed({ name, help, unit, wide, ...shown }) {
           <h3><code>${visible(name)}</code> ${unit && html`<span class="faint">${visible(unit)}</span>`}</h3>
           <p class="faint help" title=${visible(help)}>${visible(help)}</p>
         </div>
-        <button class="plain" aria-pressed=${wide} aria-label=${`${name}: ${wide ? "small" : "large"}`} title=${wide ? "Small" : "Large"} onClick=${() => setQuery(here(), { wide: wide ? null : name })}>${wide ? "⤡" : "⤢"}</button>
+        <button class="plain" aria-pressed=${wide} aria-label=${`${name}: ${wide ? "small" : "large"}`} title=${wide ? "Small" : "Large"} onClick=${() => setQuery({ wide: wide ? null : name })}>${wide ? "⤡" : "⤢"}</button>
       </header>
       ${active && html`<${Curves} name=${name} height=${height} ...${shown} />`}
     `}

@@ -6,6 +6,7 @@ import { Badge, Card, Choice, Empty, Failure, formatEta, Loaded, Table, Tile, Ti
 import { Chart, colourOf } from "../components/chart.js";
 import { Environments, Replicas, Runners } from "../components/fleet.js";
 import { Flow } from "../components/flow.js";
+import { apiPath, groupAddress, viewAddress } from "../components/links.js";
 import { ago, clock, count, duration, number, percent, time, visible } from "../format.js";
 import { html, useEffect, useMemo, useState } from "../vendor/preact.js";
 
@@ -19,25 +20,16 @@ const windowText = (window) => WINDOWS.find(([name]) => name === window)[1];
 /** Rows of a table here; System has all. */
 const FEW = 8;
 
-const address = (run, view = "", query = "") =>
-  `/runs/${encodeURIComponent(run)}${view && `/${view}`}${query && `?${query}`}`;
-
-/** Returns the address of what a finding or an alarm is seen by. Values of its query may be lists. */
-export function evidenceAddress(run, { view, query = {} }) {
-  const given = new URLSearchParams();
-  for (const [name, value] of Object.entries(query))
-    for (const each of [value].flat()) given.append(name, String(each));
-  if (view !== "group") return address(run, view, given.toString());
-  const [id, index] = [query.id ?? query.group, query.index];
-  return address(run, `groups/${encodeURIComponent(id)}${index === undefined ? "" : `/${index}`}`);
-}
+/** Returns the address of what a finding or an alarm is seen by. */
+const evidenceAddress = (run, { view, query = {} }) =>
+  view === "group" ? groupAddress(run, query.id ?? query.group, query.index ?? null) : viewAddress(run, view, query);
 
 function steps(value) {
   return `${number(value)} ${value === 1 ? "step" : "steps"}`;
 }
 
 /** The tiles of metrics: label, the metrics that may have the value (the first that is there), how it is written, and what its note adds. */
-export const TILES = [
+const TILES = [
   ["tokens/s", ["performance/tokens_per_sec", "tokens_per_second"], number],
   ["age", ["avg_trajectory_age", "mean_age"], steps, oldest],
   ["entropy", ["entropy"], number],
@@ -51,7 +43,7 @@ function oldest(metrics) {
 }
 
 /** Returns the tiles that the newest training step has values for: `[{label, metric, text, note}]`. */
-export const metricTiles = (metrics, tiles = TILES) =>
+const metricTiles = (metrics, tiles = TILES) =>
   tiles
     .map(([label, names, text, note]) => {
       const metric = names.find((name) => metrics[name] !== undefined && metrics[name] !== null);
@@ -59,13 +51,14 @@ export const metricTiles = (metrics, tiles = TILES) =>
     })
     .filter(Boolean);
 
-const exactly = (metric) => `re=${encodeURIComponent(`^${metric.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}$`)}`;
+const metricAddress = (run, metric) =>
+  viewAddress(run, "metrics", { re: `^${metric.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")}$` });
 
 /** Seconds after which the state of a run that is up is late: its trainer writes it every second. */
 const LATE = 10;
 
 /** Says how old the live state is: `{text, tone}`. `at` is the time now; `lost`: the server of the page does not answer. */
-export function asOf(run, now, at, lost = false) {
+function asOf(run, now, at, lost = false) {
   if (!now)
     return run.state === "running"
       ? { text: "The trainer has not written its state yet.", tone: "calm" }
@@ -85,21 +78,21 @@ export function asOf(run, now, at, lost = false) {
 
 export function Overview({ run, query }) {
   const window = WINDOWS.some(([name]) => name === query.get("window")) ? query.get("window") : "10";
-  const answer = useData(`/api/runs/${encodeURIComponent(run)}`, { window }, { every: 2 });
-  return html`<${Loaded} answer=${answer}>${(data) => html`<${Known} ...${{ run, query, window, data, lost: answer.error !== null }} />`}<//>`;
+  const answer = useData(apiPath(run), { window }, { every: 2 });
+  return html`<${Loaded} answer=${answer}>${(data) => html`<${Known} ...${{ run, window, data, lost: answer.error !== null }} />`}<//>`;
 }
 
-function Known({ run, query, window, data, lost }) {
+function Known({ run, window, data, lost }) {
   const { now, flow, alarms = [], checkpoints = [] } = data;
   const live = now && data.run.state === "running" ? now : null;
   return html`
     <div class="tools between">
       <${AsOf} run=${data.run} now=${now} lost=${lost} />
-      <${Choice} label="Window" choices=${WINDOWS} value=${window} onChange=${(value) => setQuery(query, { window: value })} />
+      <${Choice} label="Window" choices=${WINDOWS} value=${window} onChange=${(value) => setQuery({ window: value })} />
     </div>
     <${Trouble} run=${data.run} problems=${data.problems ?? []} />
     <${Facts} run=${run} data=${data} />
-    <${Card} title=${`Groups, and how many a minute in the ${windowText(window)}`} tools=${html`<a href=${address(run, "prompts")}>All groups</a>`}>
+    <${Card} title=${`Groups, and how many a minute in the ${windowText(window)}`} tools=${html`<a href=${viewAddress(run, "prompts")}>All groups</a>`}>
       <${Flow} run=${run} counts=${flow.counts} perSecond=${flow.per_s} window=${windowText(window)} now=${live} secondsPerStep=${data.run.seconds_per_step} />
       <${Waits} now=${live} />
     <//>
@@ -138,7 +131,7 @@ const Trouble = ({ run, problems }) => html`
 const MetricTiles = ({ run, train, tiles }) =>
   metricTiles(train.metrics, tiles).map(
     ({ label, metric, text, note }) =>
-      html`<${Tile} key=${label} label=${label} value=${text} note=${[note, `at step ${count(train.step)}`].filter(Boolean).join(", ")} href=${address(run, "metrics", exactly(metric))} />`,
+      html`<${Tile} key=${label} label=${label} value=${text} note=${[note, `at step ${count(train.step)}`].filter(Boolean).join(", ")} href=${metricAddress(run, metric)} />`,
   );
 
 const FIRST = [["reward", ["reward"], number]];
@@ -158,10 +151,10 @@ function Facts({ run, data }) {
   ];
   return html`<div class="even"><${Tiles}>
     <${Tile} label="state" value=${state} note=${started ? `started ${ago(started)}` : ""} tone=${["failed", "killed"].includes(state) ? "bad" : ""} />
-    <${Tile} label="step" value=${count(step)} note=${note.filter(Boolean).join(", ")} href=${address(run, "timeline")} />
+    <${Tile} label="step" value=${count(step)} note=${note.filter(Boolean).join(", ")} href=${viewAddress(run, "timeline")} />
     ${train && html`<${MetricTiles} run=${run} train=${train} tiles=${FIRST} />`}
-    ${validation && html`<${Tile} label=${name} value=${number(heldOut)} note=${`at step ${count(validation.step)}`} href=${address(run, "metrics", "metric=validation%3Aaccuracy&metric=validation%3Areward")} />`}
-    ${best && html`<${Tile} label="best" value=${number(best.value)} note=${`${visible(best.metric)} at step ${count(best.step)}`} href=${address(run, "metrics", exactly(best.metric.replace(/^val:/, "validation:")))} />`}
+    ${validation && html`<${Tile} label=${name} value=${number(heldOut)} note=${`at step ${count(validation.step)}`} href=${viewAddress(run, "metrics", { metric: ["validation:accuracy", "validation:reward"] })} />`}
+    ${best && html`<${Tile} label="best" value=${number(best.value)} note=${`${visible(best.metric)} at step ${count(best.step)}`} href=${metricAddress(run, best.metric.replace(/^val:/, "validation:"))} />`}
     ${train && html`<${MetricTiles} run=${run} train=${train} tiles=${TILES} />`}
   <//></div>`;
 }
@@ -200,7 +193,7 @@ function Findings({ run, findings, window }) {
 /**
  * Returns the parts of the time that took any, in the window or in the run, each with its colour; the rest, which is none of them, is grey.
  */
-export const partsOf = (parts, steps) =>
+const partsOf = (parts, steps) =>
   parts
     .map((part, i) => ({ ...part, colour: part.name === "rest" ? "--faint" : colourOf(i) }))
     .filter(({ name, share }) => share > 0 || steps[name]?.some((seconds) => seconds > 0));
@@ -224,7 +217,7 @@ function Time({ run, parts, steps, window }) {
       ${spent.map(
         ({ name, metric, seconds, share, colour }) => html`<li key=${name}>
           <i style=${{ background: `var(${colour})` }}></i>
-          ${metric ? html`<a href=${address(run, "metrics", exactly(metric))}>${visible(name)}</a>` : html`<span>${visible(name)}</span>`}
+          ${metric ? html`<a href=${metricAddress(run, metric)}>${visible(name)}</a>` : html`<span>${visible(name)}</span>`}
           <span class="numeric">${duration(seconds)}</span><span class="numeric">${percent(share)}</span>
         </li>`,
       )}
@@ -236,22 +229,22 @@ function Time({ run, parts, steps, window }) {
 
 function Fleet({ run, now }) {
   const { replicas = [], runners = [], environments = [] } = now;
-  const all = html`<a href=${address(run, "system")}>System</a>`;
+  const all = html`<a href=${viewAddress(run, "system")}>System</a>`;
   return html`<div class="columns">
     <${Card} title=${`${replicas.length} ${replicas.length === 1 ? "replica" : "replicas"}`} tools=${all}>
       <${Replicas} replicas=${replicas} most=${FEW} />
-      ${replicas.length > FEW && html`<p class="faint">and ${replicas.length - FEW} more, in <a href=${address(run, "system")}>System</a></p>`}
+      ${replicas.length > FEW && html`<p class="faint">and ${replicas.length - FEW} more, in <a href=${viewAddress(run, "system")}>System</a></p>`}
       ${runners.length > 0 && html`<${Runners} runners=${runners.slice(0, FEW)} />`}
     <//>
     <${Card} title=${`${environments.length} ${environments.length === 1 ? "environment" : "environments"}`} tools=${all}>
       <${Environments} environments=${environments} most=${FEW} />
-      ${environments.length > FEW && html`<p class="faint">and ${environments.length - FEW} more, in <a href=${address(run, "system")}>System</a></p>`}
+      ${environments.length > FEW && html`<p class="faint">and ${environments.length - FEW} more, in <a href=${viewAddress(run, "system")}>System</a></p>`}
     <//>
   </div>`;
 }
 
 /** Returns alarms, the newest first, with those of one name at steps in a row as one: `{first, step, name, text, evidence}`. */
-export function foldAlarms(alarms) {
+function foldAlarms(alarms) {
   const folded = [];
   for (const alarm of [...alarms].sort((a, b) => b.step - a.step)) {
     const before = folded.findLast(({ name }) => name === alarm.name);

@@ -8,12 +8,12 @@ import { apiPath, groupAddress, STATES, toneOf } from "../components/links.js";
 import { Problems } from "../components/problems.js";
 import { RewardStrip } from "../components/rewards.js";
 import { count, duration, number, visible } from "../format.js";
-import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "../vendor/preact.js";
 
-export const PAGE = 50;
+const PAGE = 50;
 
 /** Filters besides the text and the state: name in the address and in the API, label, and an example. */
-export const FILTERS = [
+const FILTERS = [
   ["row", "row of a file", "train.jsonl:17"],
   ["step", "step", "12"],
   ["environment", "environment", ""],
@@ -24,7 +24,7 @@ export const FILTERS = [
 ];
 
 /** Returns the parameters of the API call for the filters in an address. Text of the form FILE:LINE is a row. */
-export function parametersOf(query) {
+function parametersOf(query) {
   const text = (query.get("text") ?? "").trim();
   const isRow = !query.get("row") && /^[^\s:]+\.(jsonl?|parquet|csv)(\.gz)?:\d+$/.test(text);
   const parameters = { text: isRow ? "" : text, state: query.get("state"), lane: query.get("lane") };
@@ -35,7 +35,7 @@ export function parametersOf(query) {
 }
 
 /** Returns the row, and the offset of the page, that a key moves to from row `at`; null for other keys. */
-export function moveRow(key, at, rows, offset, total) {
+function moveRow(key, at, rows, offset, total) {
   const last = rows - 1;
   if (key === "ArrowDown")
     return at < last
@@ -59,7 +59,7 @@ export function moveRow(key, at, rows, offset, total) {
 export function Prompts({ run, query }) {
   const parameters = parametersOf(query);
   const answer = useData(apiPath(run, "groups"), parameters, { every: 10 });
-  const change = (changes) => setQuery(query, { offset: null, ...changes });
+  const change = (changes) => setQuery({ offset: null, ...changes });
   return html`
     <${Filters} query=${query} change=${change} />
     <${Loaded} answer=${answer}>
@@ -67,7 +67,7 @@ export function Prompts({ run, query }) {
         <${States} states=${data.states} query=${query} change=${change} />
         <${Lost} count=${data.lost_events} />
         <${Problems} of=${data} />
-        <${Card} title=${`${count(data.total)} group${data.total === 1 ? "" : "s"}`} tools=${html`<${Pages} query=${query} total=${data.total} offset=${parameters.offset} />`}>
+        <${Card} title=${`${count(data.total)} group${data.total === 1 ? "" : "s"}`} tools=${html`<${Pages} total=${data.total} offset=${parameters.offset} />`}>
           ${
             data.groups.length
               ? html`<div class=${answer.loading ? "stale" : ""}><${GroupTable} run=${run} query=${query} data=${data} parameters=${parameters} change=${change} /></div>`
@@ -82,7 +82,7 @@ export function Prompts({ run, query }) {
 
 const Nothing = ({ query, data }) => {
   if (data.total)
-    return html`<${Empty}>This page is behind the last group. <a href=${withQuery(query, { offset: null })}>First page</a><//>`;
+    return html`<${Empty}>This page is behind the last group. <a href=${withQuery({ offset: null })}>First page</a><//>`;
   return query.toString()
     ? html`<${Empty}>No group matches. <a href=${location.pathname}>Show all groups</a><//>`
     : html`<${Empty}>No group yet: the trainer has enqueued no prompt, or the run is older than this record.<//>`;
@@ -156,10 +156,10 @@ const States = ({ states, query, change }) => {
   </div>`;
 };
 
-function Pages({ query, total, offset }) {
+function Pages({ total, offset }) {
   const last = Math.max(0, Math.floor((total - 1) / PAGE) * PAGE);
   const button = (label, sign, to, off) =>
-    html`<button aria-label=${label} title=${label} disabled=${off} onClick=${() => setQuery(query, { offset: to || null })}>${sign}</button>`;
+    html`<button aria-label=${label} title=${label} disabled=${off} onClick=${() => setQuery({ offset: to || null })}>${sign}</button>`;
   return html`
     ${button("First page", "«", 0, offset === 0)}${button("Previous page", "‹", Math.max(0, offset - PAGE), offset === 0)}
     <span class="numeric">${count(total ? offset + 1 : 0)}–${count(Math.min(total, offset + PAGE))} of ${count(total)}</span>
@@ -189,8 +189,8 @@ function GroupTable({ run, query, data, parameters, change }) {
   const wanted = useRef(null);
   const rows = data.groups;
   const focusRow = (index) => body.current?.children[index]?.focus();
-  useEffect(() => {
-    // A key went over the edge of the page: the focus follows once its rows are there.
+  useLayoutEffect(() => {
+    // A key went over the edge of the page: the focus follows once its rows are there, before the next key.
     if (wanted.current === null) return;
     const index = Math.min(wanted.current, rows.length - 1);
     wanted.current = null;
@@ -209,13 +209,13 @@ function GroupTable({ run, query, data, parameters, change }) {
     if (moved.offset === offset) focusRow(moved.at);
     else {
       wanted.current = moved.at;
-      setQuery(query, { offset: moved.offset || null });
+      setQuery({ offset: moved.offset || null });
     }
   };
   // Moving from row to row draws no cell again.
   const cells = useMemo(() => {
     const scale = rewardScale(rows.flatMap((group) => group.rewards));
-    return rows.map((group) => html`<${Row} run=${run} group=${group} query=${query} scale=${scale} />`);
+    return rows.map((group) => html`<${Row} run=${run} group=${group} scale=${scale} />`);
   }, [run, rows, query]);
   return html`<div class="scroll"><table class="groups" aria-label="Groups" aria-rowcount=${data.total}>
     <thead><tr>${COLUMNS.map((column) => html`<${Heading} key=${column[0]} column=${column} sorted=${parameters.sort} change=${change} />`)}</tr></thead>
@@ -246,11 +246,11 @@ function Heading({ column: [name, label, sort, isNumeric], sorted, change }) {
 }
 
 /** The cells of a group. Values that several groups share are links that filter by them. */
-function Row({ run, group, query, scale }) {
+function Row({ run, group, scale }) {
   const only = (name, value, text = value) =>
     value === null || value === undefined || value === ""
       ? html`<span class="faint">–</span>`
-      : html`<a class="only" tabindex="-1" title=${`only ${name} ${visible(value)}`} href=${withQuery(query, { [name]: value, offset: null })}>${visible(text)}</a>`;
+      : html`<a class="only" tabindex="-1" title=${`only ${name} ${visible(value)}`} href=${withQuery({ [name]: value, offset: null })}>${visible(text)}</a>`;
   return html`
     <td class="prompt">
       <a href=${groupAddress(run, group.id)} tabindex="-1">${visible(group.prompt) || "(an empty prompt)"}</a>

@@ -3,10 +3,9 @@
 import { navigate, setQuery } from "../address.js";
 import { useData } from "../api.js";
 import { Card, Empty, Failure, formatBest, formatEta, Loaded, Sparkline, State, Table } from "../components/basics.js";
+import { viewAddress } from "../components/links.js";
 import { ago, count, duration, visible } from "../format.js";
 import { html, useState } from "../vendor/preact.js";
-
-const address = (run) => `/runs/${encodeURIComponent(run.id)}`;
 
 /** The order of the rows, by the name in the address. */
 const ORDERS = {
@@ -18,7 +17,7 @@ const ORDERS = {
 };
 
 /** Returns the runs that match the filter, in the order of the address (default: the newest first). */
-export function choose(runs, text, sorted) {
+function choose(runs, text, sorted) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const matches = (run) => {
     const where = [run.id, run.state, run.model, run.algorithm, ...(run.environments ?? [])].join(" ").toLowerCase();
@@ -52,7 +51,7 @@ export function Runs({ query }) {
       label: "run",
       sort: "id",
       cell: (run) =>
-        html`<a href=${address(run)}><b>${visible(run.id)}</b></a><div class="faint">${visible(run.model)}</div>`,
+        html`<a href=${viewAddress(run.id)}><b>${visible(run.id)}</b></a><div class="faint">${visible(run.model)}</div>`,
     },
     { name: "state", label: "state", sort: "state", cell: (run) => html`<${State} run=${run} />` },
     {
@@ -79,14 +78,14 @@ export function Runs({ query }) {
           placeholder="name, state, model, environment"
           aria-label="Filter"
           value=${text}
-          onInput=${(event) => setQuery(query, { text: event.target.value })}
+          onInput=${(event) => setQuery({ text: event.target.value })}
         />
         <button disabled=${chosen.size < 2} onClick=${compare}>Compare ${chosen.size || ""}</button>
       `;
       return html`<${Card} title=${`${data.runs.length} runs in ${data.folder}`} tools=${tools}>
         ${
           rows.length
-            ? html`<${Table} label="Runs" columns=${columns} rows=${rows} rowKey=${(run) => run.id} sorted=${sorted} onSort=${(sort) => setQuery(query, { sort })} />`
+            ? html`<${Table} label="Runs" columns=${columns} rows=${rows} rowKey=${(run) => run.id} sorted=${sorted} onSort=${(sort) => setQuery({ sort })} />`
             : html`<${Empty}>${data.runs.length ? "No run matches the filter." : "No run yet. Start one: headrace up examples/arithmetic_tiny.yaml"}<//>`
         }
         ${rows.filter((run) => run.error || run.reason).map((run) => html`<${Failure} key=${run.id} error=${`${run.id}: ${run.error ?? run.reason}`} />`)}

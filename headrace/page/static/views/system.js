@@ -4,14 +4,13 @@ import { setQuery } from "../address.js";
 import { useData } from "../api.js";
 import { Badge, Card, Choice, Empty, Loaded, Table } from "../components/basics.js";
 import { Environments, Replicas, Runners } from "../components/fleet.js";
+import { apiPath } from "../components/links.js";
 import { ago, bytes, clock, count, time, visible } from "../format.js";
 import { html, useEffect, useMemo, useRef } from "../vendor/preact.js";
 
-const call = (run, part) => `/api/runs/${encodeURIComponent(run)}${part}`;
-
 export function System({ run, query }) {
-  const system = useData(call(run, "/system"), {}, { every: 30 });
-  const overview = useData(call(run, ""), {}, { every: 2 });
+  const system = useData(apiPath(run, "system"), {}, { every: 30 });
+  const overview = useData(apiPath(run), {}, { every: 2 });
   // hundreds of rows that a letter in a search doesn't change
   const services = useMemo(
     () => html`<${Loaded} answer=${overview}>${(data) => html`<${Services} run=${data.run} now=${data.now} />`}<//>`,
@@ -54,11 +53,11 @@ function Logs({ run, query, services }) {
   const [service, level, text, before] = ["service", "level", "text", "before"].map((name) => query.get(name) ?? "");
   const follows = !before;
   const answer = useData(
-    call(run, "/logs"),
+    apiPath(run, "logs"),
     { service, level, text, before, limit: LINES },
     { every: follows ? 2 : 0 },
   );
-  const choose = (changes) => setQuery(query, { before: null, ...changes });
+  const choose = (changes) => setQuery({ before: null, ...changes });
   const tools = html`
     <select aria-label="Service" value=${service} onChange=${(event) => choose({ service: event.target.value })}>
       <option value="">all services</option>
@@ -71,9 +70,9 @@ function Logs({ run, query, services }) {
     <${Loaded} answer=${answer}>
       ${({ lines, more }) => html`
         <div class="tools between paging">
-          <button disabled=${!more || !lines.length} onClick=${() => setQuery(query, { before: lines[0].time })}>← Older</button>
+          <button disabled=${!more || !lines.length} onClick=${() => setQuery({ before: lines[0].time })}>← Older</button>
           <span class="faint" role="status">${said(lines)}</span>
-          <button aria-pressed=${follows} disabled=${follows} onClick=${() => setQuery(query, { before: null })}>${follows ? "Following the end" : "To the end →"}</button>
+          <button aria-pressed=${follows} disabled=${follows} onClick=${() => setQuery({ before: null })}>${follows ? "Following the end" : "To the end →"}</button>
         </div>
         ${lines.length ? html`<${Lines} lines=${lines} follows=${follows} />` : html`<${Empty}>${services.length ? "No line matches." : "This run has no logs."}<//>`}
       `}
@@ -82,7 +81,7 @@ function Logs({ run, query, services }) {
 }
 
 /** Says which lines are shown. */
-export const said = (lines) =>
+const said = (lines) =>
   lines.length ? `${count(lines.length)} lines, ${time(lines[0].time)} – ${time(lines.at(-1).time)}` : "";
 
 /** The lines in a box that stays at its end while it follows, unless the person has scrolled back. */
@@ -125,7 +124,7 @@ function Versions({ system }) {
 }
 
 /** Returns the keys of the configuration that have all words of `text` in key, value or origin; `changed`: without defaults. */
-export function findKeys(keys, text, changed) {
+function findKeys(keys, text, changed) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   const where = ({ key, value, origin, file }) => [key, written(value), origin, file ?? ""].join(" ").toLowerCase();
   return keys.filter(
@@ -154,8 +153,8 @@ function Configuration({ query, keys }) {
     [found],
   );
   const tools = html`
-    <${Choice} label="Keys" choices=${[["all", "all"], ["changed", "not defaults"]]} value=${changed ? "changed" : "all"} onChange=${(value) => setQuery(query, { keys: value === "all" ? null : value })} />
-    <input type="search" aria-label="Search the configuration" placeholder="key, value or origin" value=${text} onInput=${(event) => setQuery(query, { key: event.target.value })} />
+    <${Choice} label="Keys" choices=${[["all", "all"], ["changed", "not defaults"]]} value=${changed ? "changed" : "all"} onChange=${(value) => setQuery({ keys: value === "all" ? null : value })} />
+    <input type="search" aria-label="Search the configuration" placeholder="key, value or origin" value=${text} onInput=${(event) => setQuery({ key: event.target.value })} />
   `;
   return html`<${Card} title=${`Configuration: ${count(found.length)} of ${count(keys.length)} keys`} tools=${tools}>
     ${found.length ? table : html`<${Empty}>${keys.length ? "No key matches." : "The configuration is not recorded."}<//>`}

@@ -1,6 +1,6 @@
 // Who did what when: a lane for the trainer, each environment and each replica, on the clock.
 
-import { navigate, setQuery } from "../address.js";
+import { navigate, rangeOf, setQuery } from "../address.js";
 import { get, useData } from "../api.js";
 import { Card, Empty, Loaded } from "../components/basics.js";
 import { COLOURS, describe, LaneCanvas, shade } from "../components/lane_canvas.js";
@@ -12,22 +12,14 @@ import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js"
 
 const ROWS = 100;
 
-/** Returns the range in an address, or null. */
-export function rangeOf(query) {
-  const [first, last] = ["first", "last"].map((name) =>
-    query.get(name) === null ? Number.NaN : Number(query.get(name)),
-  );
-  return Number.isFinite(first) && Number.isFinite(last) && last > first ? [first, last] : null;
-}
-
 /** Returns the range that is read for one that is shown: the same again on each side, so that moving shows no gap at once. */
-export const around = ([first, last], whole) => {
+const around = ([first, last], whole) => {
   const long = last - first;
   return [Math.max(whole[0], first - long), Math.min(whole[1], last + long)];
 };
 
 /** Returns the range of a step by the trainer's bars, with a little on each side; null if they are not there. */
-export function rangeOfStep(lanes, step) {
+function rangeOfStep(lanes, step) {
   const bars = lanes
     .filter((lane) => lane.kind === "trainer")
     .flatMap((lane) => lane.bars)
@@ -40,7 +32,7 @@ export function rangeOfStep(lanes, step) {
 
 export function Timeline({ run, query }) {
   // The whole of a long run is megabytes.
-  const answer = useData(apiPath(run, "timeline"), {}, { every: ({ running }) => (running ? 30 : 0) });
+  const answer = useData(apiPath(run, "timeline"), {}, { every: (data) => (data?.running === false ? 0 : 30) });
   return html`<${Loaded} answer=${answer}>
     ${(data) => {
       if (!data.lanes.some((lane) => lane.bars.length))
@@ -62,7 +54,7 @@ function useRange(query, whole) {
     timer.current = setTimeout(() => {
       const isWhole = next[1] - next[0] >= (whole[1] - whole[0]) * 0.999;
       const [first, last] = isWhole ? [null, null] : next.map((each) => each.toFixed(3));
-      setQuery(new URLSearchParams(location.search), { first, last });
+      setQuery({ first, last });
     }, 250);
   };
   const isFollowing = asked === null;
@@ -122,7 +114,7 @@ function useFocus(query, lanes, range) {
   const set = (next) => {
     const { name, bars: its } = lanes[next.lane];
     setKept({ name, start: its[next.bar]?.start, text: its[next.bar]?.text });
-    if (name !== query.get("lane")) setQuery(new URLSearchParams(location.search), { lane: name });
+    if (name !== query.get("lane")) setQuery({ lane: name });
   };
   return [focus, set];
 }

@@ -29,7 +29,7 @@ import { html, useEffect, useMemo, useRef, useState } from "../vendor/preact.js"
 const MANY = 200;
 
 /** Where weight versions and calls begin: `{versions: Map(token → version), calls: Map(token → number)}`. */
-export const startsOf = ({ versions, calls }) => ({
+const startsOf = ({ versions, calls }) => ({
   versions: new Map(versions.map(([version, start]) => [start, version])),
   calls: new Map(calls.map((call) => [call.start, call.number])),
 });
@@ -94,7 +94,7 @@ function useSelected(query, total) {
   const select = (next) => {
     setAt(next);
     clearTimeout(timer.current);
-    timer.current = setTimeout(() => setQuery(new URLSearchParams(location.search), { at: next || null }), 300);
+    timer.current = setTimeout(() => setQuery({ at: next || null }), 300);
   };
   return [at, select];
 }
@@ -110,9 +110,9 @@ function Body({ tokens, query }) {
   const starts = useMemo(() => startsOf(head), [head]);
   const call = head.calls.length ? Number(query.get("call") ?? head.calls.at(-1).number) : null;
   if (!store.total) return html`<${Card} title="Tokens"><${Empty}>This completion has no tokens.<//><//>`;
-  const choice = column && html`<${ColumnChoice} names=${names} column=${column} query=${query} />`;
+  const choice = column && html`<${ColumnChoice} names=${names} column=${column} />`;
   return html`
-    ${head.calls.length > 0 && html`<${Episode} calls=${head.calls} chosen=${call} query=${query} jump=${select} />`}
+    ${head.calls.length > 0 && html`<${Episode} calls=${head.calls} chosen=${call} jump=${select} />`}
     <div class="heat">
       <${Card} title="Tokens" tools=${choice}>
         ${column ? html`<${Legend} column=${column} scale=${scale} values=${store.columns[column]} arrived=${arrived} />` : html`<${Empty}>This step wrote no values of tokens.<//>`}
@@ -132,8 +132,8 @@ function Body({ tokens, query }) {
   `;
 }
 
-const ColumnChoice = ({ names, column, query }) => html`<label class="check">colour
-  <select aria-label="Column" value=${column} onChange=${(event) => setQuery(query, { column: event.target.value })}>
+const ColumnChoice = ({ names, column }) => html`<label class="check">colour
+  <select aria-label="Column" value=${column} onChange=${(event) => setQuery({ column: event.target.value })}>
     ${ordered(names).map((name) => html`<option key=${name} value=${name} selected=${name === column}>${columnOf(name).label}</option>`)}
   </select>
 </label>`;
@@ -240,10 +240,9 @@ function Top({ tokens, column, select, at }) {
   <//>`;
 }
 
-function Episode({ calls, chosen, query, jump }) {
-  const choose = (number_) => setQuery(query, { call: number_ });
+function Episode({ calls, chosen, jump }) {
   return html`<div class="episode">
-    <${Card} title=${`${calls.length} calls`}><${CallTree} calls=${calls} chosen=${chosen} choose=${choose} /><//>
+    <${Card} title=${`${calls.length} calls`}><${CallTree} calls=${calls} chosen=${chosen} choose=${(call) => setQuery({ call })} /><//>
     <${Card} title=${`The conversation up to call #${chosen}`}><${Conversation} key=${chosen} calls=${calls} chosen=${chosen} jump=${jump} /><//>
   </div>`;
 }
