@@ -124,6 +124,11 @@ def _check(config: Config, cluster: Cluster) -> None:
         raise ConfigError(
             f"checkpointing.checkpoint_dir {folder}: pods keep what lies under runs/; give such a folder, or null: that of the run"
         )
+    if config.checkpointing.snapshot_dir is not None:
+        raise ConfigError(
+            f"checkpointing.snapshot_dir {config.checkpointing.snapshot_dir}: a rank that dies ends its pod, and the pod's memory with it; "
+            "set it to null"
+        )
     if Path(config.policy.model_name).is_absolute():
         raise ConfigError(
             f"policy.model_name {config.policy.model_name} is a folder of this machine; copy it to the volume `models`, as models/NAME"

@@ -26,7 +26,7 @@ from headrace.launch.summary import UPDATING, Display, RunSummary, ServiceLine, 
 from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
-from headrace.run import prompt_counts
+from headrace.run import prompt_counts, snapshots
 from headrace.run.checkpoints import list_set_aside
 from headrace.run.object_store import list_problems
 
@@ -465,6 +465,7 @@ class Pipeline:
         await self.supervisor.stop([self.children.replay])
         self.supervisor.close()
         remove_abandoned()  # by services that had to be killed
+        snapshots.remove(self.config)
 
 
 def _written(path: Path) -> int | None:

@@ -153,6 +153,7 @@ def test_a_file_is_served_in_its_image_with_the_pods_certificate() -> None:
         ({"replay": {"redis_url": "rediss://me:secret@redis:6379"}}, Cluster(), ("password",)),
         ({"policy": {"model_name": "/home/me/model"}}, Cluster(), ("policy.model_name", "models/")),
         ({"checkpointing": {"checkpoint_dir": "/mnt/c"}}, Cluster(), ("checkpointing.checkpoint_dir", "runs/")),
+        ({"checkpointing": {"snapshot_dir": "/dev/shm"}}, Cluster(), ("checkpointing.snapshot_dir", "null")),
         (
             {"env": {"programs": {"type": "code"}}, "data": {"train": {"env_name": "programs"}}},
             Cluster(),
