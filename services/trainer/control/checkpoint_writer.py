@@ -50,7 +50,7 @@ class CheckpointWriter:
         self._then(lambda: self._publish(state, steps, keep, files, began))
 
     async def save_in_memory(
-        self, state: CheckpointState, steps: Mapping[int, Sequence[str]], files: Mapping[str, bytes]
+        self, state: CheckpointState, files: Mapping[str, bytes], steps: Mapping[int, Sequence[str]]
     ) -> None:
         """Do as `save` does, but for a snapshot that stays one: nothing follows from it."""
         snapshots = self._context.snapshots

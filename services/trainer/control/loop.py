@@ -165,8 +165,7 @@ class Loop:
                         await self._checkpoint()
                 case Action.SNAPSHOT:
                     with self._traced("snapshot"):
-                        state, files = await self._describe()
-                        await self._writer.save_in_memory(state, dict(self._ledger.steps), files)
+                        await self._writer.save_in_memory(*await self._describe(), dict(self._ledger.steps))
                     self._snapped = self._version
                 case Action.REFIT:
                     with self._traced("refit"):
