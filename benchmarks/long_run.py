@@ -69,25 +69,12 @@ def measure(folder: Path, model: Path, steps: int) -> list[Quarter]:
     file = folder / "long.yaml"
     file.write_text(yaml.safe_dump(configuration(folder, model, steps, environment_port)))
     run_folder = load(file, [], {}).run_folder
-    here = Path(__file__).parent
-    commands = {
-        "environment": [
-            "-m",
-            "headrace.cli",
-            "env",
-            "serve",
-            f"{here / 'end_to_end_rewards.py'}:digits",
-            "--port",
-            str(environment_port),
-        ],
-        "reward": ["-m", "headrace.cli", "reward", "-c", str(file)],
-        "replay": ["-m", "headrace.cli", "replay", "-c", str(file)],
-        "replica": ["-m", "benchmarks.light_replica", str(file)],
-        "trainer": ["-m", "headrace.cli", "trainer", "-c", str(file)],
-    }
     quarters: list[Quarter] = []
     with contextlib.ExitStack() as stack:
-        processes = {name: _started(stack, folder / f"{name}.log", words) for name, words in commands.items()}
+        processes = {
+            name: started(stack, folder / f"{name}.log", words)
+            for name, words in commands(file, environment_port).items()
+        }
         done = offset = 0
         began, spent = time.time(), of_run()  # of the quarter; of the first, when its first step ended
         while len(quarters) < QUARTERS:
@@ -114,6 +101,18 @@ def measure(folder: Path, model: Path, steps: int) -> list[Quarter]:
 
 def _steps(journal: bytes) -> int:
     return journal.count(b'"kind": "train"')
+
+
+def commands(file: Path, environment_port: int) -> dict[str, list[str]]:
+    """The arguments of Python for each process of a run, by its name."""
+    serve = ["env", "serve", f"{Path(__file__).parent / 'end_to_end_rewards.py'}:digits", "--port"]
+    return {
+        "environment": ["-m", "headrace.cli", *serve, str(environment_port)],
+        "reward": ["-m", "headrace.cli", "reward", "-c", str(file)],
+        "replay": ["-m", "headrace.cli", "replay", "-c", str(file)],
+        "replica": ["-m", "benchmarks.light_replica", str(file)],
+        "trainer": ["-m", "headrace.cli", "trainer", "-c", str(file)],
+    }
 
 
 def configuration(folder: Path, model: Path, steps: int, environment_port: int) -> dict[str, Any]:
@@ -149,9 +148,9 @@ def configuration(folder: Path, model: Path, steps: int, environment_port: int) 
     }
 
 
-def _started(stack: contextlib.ExitStack, log: Path, words: list[str]) -> subprocess.Popen[bytes]:
+def started(stack: contextlib.ExitStack, log: Path, words: list[str]) -> subprocess.Popen[bytes]:
     """A process that ends with `stack`."""
-    output = stack.enter_context(log.open("wb"))
+    output = stack.enter_context(log.open("ab"))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [sys.executable, *words], stdout=output, stderr=output, env=environment, preexec_fn=die_with_parent

@@ -40,18 +40,26 @@ def rewind(
     name = config.run_folder.name
     with runs.lock(config), _no_trainer_in(config.checkpoint_folder, name):
         moved, place = set_aside(config.checkpoint_folder, version, datetime.datetime.now())
-        _note(config.run_folder / JOURNAL, version)
+        if _note(config.run_folder / JOURNAL, version) and not moved:
+            _cut(config.checkpoint_folder, version)  # there may be a snapshot of later weights
     if not moved:
         typer.echo(f"run {name}: checkpoint {version} is already the newest")
         return
     typer.echo(f"run {name} continues from checkpoint {version}; newer ones are in {place}: {_join(moved)}")
 
 
-def _note(journal: Path, version: int) -> None:
+def _note(journal: Path, version: int) -> bool:
     """Note in the journal that the run is back at `version`, if it tells of later weights, so that all that is shown of the run is of the
-    weights that it has now."""
-    if any(line.kind == "train" and line.step >= version for line in surviving(read_journal(journal))):
+    weights that it has now. Returns whether it did."""
+    told = any(line.kind == "train" and line.step >= version for line in surviving(read_journal(journal)))
+    if told:
         Journal(journal).append("rewind", version, f"rewind-{secrets.token_hex(8)}", {})
+    return told
+
+
+def _cut(checkpoints: Path, version: int) -> None:
+    """Cut the chain at `version`."""
+    folders.append_start(checkpoints, Start(f"rewind-{secrets.token_hex(8)}", version))
 
 
 @contextlib.contextmanager
@@ -95,7 +103,7 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
                 "metrics.jsonl, and move them back.\n",
                 encoding="utf-8",
             )
-            folders.append_start(checkpoints, Start(f"rewind-{secrets.token_hex(8)}", version))
+            _cut(checkpoints, version)
         for step in reversed(newer):
             folders.path_of(checkpoints, step).rename(folders.path_of(place, step))
     except OSError as error:

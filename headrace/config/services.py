@@ -312,6 +312,11 @@ class CheckpointingConfig(Section):
         description="object store to which checkpoints are copied during training, and from which a machine without the run's folder "
         "continues: s3://BUCKET/PREFIX, gs://…, az://…, file:///FOLDER; null: none",
     )
+    snapshot_dir: MayChange[AnyPath[str | None]] = Field(
+        None,
+        description="folder of the trainer's host, in memory (/dev/shm), for a snapshot of each step between the checkpoints, from which "
+        "the trainer continues after one of its processes died; null: none",
+    )
     save_period: MayChange[int] = Field(
         10, ge=1, description="steps between checkpoints; the steps since the last one are trained again after a crash"
     )

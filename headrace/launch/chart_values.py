@@ -130,6 +130,11 @@ def _check(config: Config, cluster: Cluster) -> None:
         raise ConfigError(
             f"checkpointing.store {store} is a folder of this machine; give s3://BUCKET/PREFIX, gs://… or az://…, or null"
         )
+    if config.checkpointing.snapshot_dir is not None:
+        raise ConfigError(
+            f"checkpointing.snapshot_dir {config.checkpointing.snapshot_dir}: a rank that dies ends its pod, and the pod's memory with it; "
+            "set it to null"
+        )
     if Path(config.policy.model_name).is_absolute():
         raise ConfigError(
             f"policy.model_name {config.policy.model_name} is a folder of this machine; copy it to the volume `models`, as models/NAME"
@@ -246,7 +251,7 @@ def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]
     if (
         not all(name.startswith(_MODELS) for name in (*config.models.values(), config.tokenizer[1]))
         or any(map(_is_on_hub, config.data.sources))
-        or not (config.checkpointing.store or "file:").startswith("file:")
+        or config.checkpointing.store is not None
         or config.logger.wandb_enabled
         or config.logger.mlflow_enabled
     ):

@@ -27,7 +27,7 @@ from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_e
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.net.service import SAVE_DEADLINE_S, stop_signals
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
-from headrace.run import prompt_counts
+from headrace.run import prompt_counts, snapshots
 from headrace.run.checkpoints import list_set_aside
 from headrace.run.object_store import list_problems
 
@@ -464,6 +464,7 @@ class Pipeline:
         await self.supervisor.stop([self.children.replay])
         self.supervisor.close()
         remove_abandoned()  # by services that had to be killed
+        snapshots.remove(self.config)
 
 
 def _written(path: Path) -> int | None:

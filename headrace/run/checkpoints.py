@@ -360,7 +360,7 @@ def cannot_write_checkpoint(folder: Path, error: BaseException) -> ServiceError:
     """Return the error for a checkpoint that could not be written to `folder`."""
     return ServiceError(
         f"can't write a checkpoint to {folder} ({error}); the earlier ones are untouched. Free space there, or set "
-        "checkpointing.checkpoint_dir"
+        "checkpointing.checkpoint_dir (for a snapshot, checkpointing.snapshot_dir)"
     )
 
 

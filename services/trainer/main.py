@@ -32,6 +32,7 @@ from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from headrace_services.trainer.control.resume import check_prompts, resume
+from headrace_services.trainer.control.snapshots import Snapshots
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.distributed.ranks import Ranks, join_ranks, place_on_host
 from headrace_services.trainer.memory.fit import check_device
@@ -130,7 +131,12 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             lead = LeadRank(config, ranks, read)
             checkpoints = dependencies.checkpoints(config)
             stack.callback(checkpoints.lock().release)
-            newest = await events.run_in_executor(torch_thread, checkpoints.newest, lambda path: lead.damage(str(path)))
+            snapshots = Snapshots.of(config, checkpoints)
+            newest = None if snapshots is None else await asyncio.to_thread(snapshots.adopt)
+            if newest is None:
+                newest = await events.run_in_executor(
+                    torch_thread, checkpoints.newest, lambda path: lead.damage(str(path))
+                )
             folder = None if newest is None else str(checkpoints.path(newest))
             if newest is not None:
                 check_prompts(checkpoints.state(newest), checkpoints.path(newest), prompts.counts.digest)
@@ -138,6 +144,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             if config.checkpointing.enabled:
                 with checkpoints.trial() as trial:
                     await events.run_in_executor(torch_thread, lead.learner.try_saving, trial)
+            if snapshots is not None:  # the newest stays until the next is complete
+                await events.run_in_executor(torch_thread, lead.learner.require_room, snapshots.folder, 2)
             meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
 
             resumed = await resume(
@@ -167,6 +175,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 torch_thread=torch_thread,
                 sender=sender,
                 checkpoints=checkpoints,
+                snapshots=snapshots,
                 journal=journal,
                 lineage=lineage,
                 history=HistoryWriter(config.run_folder / group_files.FOLDER, replay, retry, resumed.timeline, prompts),
@@ -184,6 +193,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             telemetry.start(lead.learner.tokenizer)
             try:
                 finished = await Loop(config, context, resumed).run()
+                if snapshots is not None:
+                    snapshots.remove()  # there is a checkpoint of the newest version
             except (WrongTimeline, WrongStep):  # the curves are another trainer's now
                 raise
             except Exception:

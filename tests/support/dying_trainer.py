@@ -1,7 +1,9 @@
 """A trainer as a process, with one fault injected. Arguments: the configuration as JSON, the fault (`none`, or `name:version`).
 
 Each fault is SIGKILL at one point: after `reserve` has answered, between the last file of a checkpoint and its rename, between its
-publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, after a part of a
+publication and `commit`, in the middle of a broadcast of weights, on rank 1 before it reads its share of a step, on rank 1 or all before
+the gradients are summed over the ranks, on rank 1 while a snapshot is taken, before and after a snapshot is complete and has become a
+checkpoint, after a part of a
 refill, between a refill and the word that it is done, and between the last file of a checkpoint in the store and its manifest
 (`in_upload:version`). By then the checkpoint before is committed. Others are SIGSTOP before the publication of a checkpoint
 (`frozen_in_checkpoint:version`), a disk that is full from the publication of one on (`full_disk:version`), a successor while a batch is
@@ -17,7 +19,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -34,7 +36,11 @@ from headrace.run.object_store import Manifest, RunStore
 from headrace_services.refit.sender import WeightSender
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
 from headrace_services.trainer.control.context import Dependencies
+from headrace_services.trainer.control.loop import Loop
+from headrace_services.trainer.control.snapshots import Snapshots
 from headrace_services.trainer.control.uploads import Uploads
+from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.optimizer import ModelOptimizer
 from headrace_services.trainer.main import main
 from tests.support.waiting import eventually
 
@@ -86,8 +92,10 @@ class DyingAfterRefill(ReplayClient):
 
 
 class DyingReader(ReplayClient):
+    step = -1  # any
+
     async def read_each(self, keys: Sequence[str]) -> Any:
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "1" and self.step in (-1, (await self.state()).next_step - 1):
             die()
         return await super().read_each(keys)
 
@@ -161,6 +169,58 @@ class DyingCheckpoints(Checkpoints):
         return super().publish(state, ledger, keep, files)
 
 
+class DyingAdoption(Checkpoints):
+    """Dies before a snapshot becomes a checkpoint, or right after."""
+
+    after = False
+
+    def _complete(self, version: int, timeline: str, keep: Any = ()) -> Path:
+        if not timeline.startswith("snapshot-") or self.after:
+            super()._complete(version, timeline, keep)
+        if timeline.startswith("snapshot-"):
+            die()
+        return self.path(version)
+
+
+def die_in(kind: type, name: str, ranks: Collection[int], is_time: Callable[..., bool], *, after: bool = False) -> None:
+    """From now on these ranks die at the begin of a call of this method, or `after` it, if it is the time."""
+    method = getattr(kind, name)
+
+    def dying(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = method(self, *arguments, **named) if after else None
+        if int(os.environ.get("RANK", "0")) in ranks and is_time(self, *arguments):
+            die()
+        return result if after else method(self, *arguments, **named)
+
+    setattr(kind, name, dying)
+
+
+def let_ranks_die(fault: str, version: int) -> None:
+    """Faults of several ranks, or between checkpoints. Before each step, the snapshot of its weights is complete."""
+    train = Loop._train
+
+    async def train_after_snapshot(loop: Loop, reservation: Reservation) -> None:
+        await loop._writer.finish()
+        await train(loop, reservation)
+
+    def in_step(optimizer: ModelOptimizer, *_: Any) -> bool:
+        return optimizer.scheduled == version
+
+    def of_version(_: Any, state: CheckpointState, *__: Any) -> bool:
+        return state.version == version
+
+    Loop._train = train_after_snapshot  # type: ignore[method-assign]
+    match fault:
+        case "rank_1_in_all_reduce":
+            die_in(ModelOptimizer, "grad_norm", {1}, in_step)
+        case "all_in_all_reduce":
+            die_in(ModelOptimizer, "grad_norm", {0, 1}, in_step)
+        case "rank_1_in_snapshot":
+            die_in(Learner, "snapshot", {1}, lambda learner: learner.version == version, after=True)
+        case "before_snapshot" | "after_snapshot":
+            die_in(Snapshots, "publish", {0}, of_version, after=fault == "after_snapshot")
+
+
 class FullDisk(Checkpoints):
     version = -1
 
@@ -226,16 +286,22 @@ def dependencies(fault: str, version: int, period: int) -> Dependencies:
     if fault == "before_refilled":
         return Dependencies(replay=DyingAfterRefill.connect)
     if fault == "rank_1_reads":
-        return Dependencies(replay=DyingReader.connect)
+        return Dependencies(replay=changed(DyingReader, step=version).connect)
     if fault == "broken_batches":
         return Dependencies(replay=changed(BrokenReplay, times=version).connect)
     if fault == "superseded_before_reading":
         return Dependencies(replay=changed(SupersededReplay, step=version, period=period).connect)
     if fault == "overwritten_payloads":
         return Dependencies(replay=OverwrittenReplay.connect)
-    faulty = {"in_checkpoint": DyingCheckpoints, "frozen_in_checkpoint": FrozenCheckpoints, "full_disk": FullDisk}
+    faulty = {
+        "in_checkpoint": changed(DyingCheckpoints, version=version),
+        "frozen_in_checkpoint": changed(FrozenCheckpoints, version=version),
+        "full_disk": changed(FullDisk, version=version),
+        "in_adoption": DyingAdoption,
+        "after_adoption": changed(DyingAdoption, after=True),
+    }
     if fault in faulty:
-        dying = changed(faulty[fault], version=version)
+        dying = faulty[fault]
         return Dependencies(checkpoints=lambda config: dying(config.checkpoint_folder, config.checkpointing))
     if fault == "in_refit":
         return Dependencies(sender=changed(DyingSender, version=version, period=period))
@@ -249,6 +315,8 @@ def run(settings: str, fault: str) -> None:
     name, _, at = fault.partition(":")
     try:
         config = Config.model_validate_json(settings)
+        if config.checkpointing.snapshot_dir is not None:
+            let_ranks_die(name, int(at or -1))
         with tracing.exporting(config.telemetry, "trainer", config.run.id or ""):  # as `headrace trainer` does
             main(config, dependencies(name, int(at or -1), config.checkpointing.save_period))
     except HeadraceError as error:

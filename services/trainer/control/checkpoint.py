@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LEDGER = "ledger.json"
 TRAINED = "trained.roaring"
 ENDED = "ended.bitmap"
 FAILURES = "failures.bitmap"
@@ -149,6 +151,36 @@ class CheckpointState(BaseModel):
         return fields
 
 
+def write_state(
+    folder: Path, state: CheckpointState, ledger: Mapping[int, Sequence[str]], files: Mapping[str, bytes]
+) -> None:
+    """Write what a checkpoint has beside the learner's files, its state last. Raises `OSError`."""
+    (folder / LEDGER).write_bytes(_GROUPS_BY_STEP.dump_json({step: [*ids] for step, ids in ledger.items()}))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / STATE).write_text(state.model_dump_json(indent=2))
+
+
+def _read(path: Path, parse: Callable[[bytes], T]) -> T:
+    try:
+        return parse(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = str(error).replace("\n", " ")
+        raise ServiceError(
+            f"{path} can't be read ({reason}); remove {path.parent} to continue from an earlier checkpoint"
+        ) from error
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """Return the state with which a checkpoint was published. Raises `ServiceError` if it is not what `write_state` writes."""
+    return _read(folder / STATE, CheckpointState.model_validate_json)
+
+
+def read_ledger(folder: Path) -> dict[int, list[str]]:
+    """Return the group ids of each step trained since the checkpoint before. Raises as `read_state` does."""
+    return _read(folder / LEDGER, _GROUPS_BY_STEP.validate_json)
+
+
 _GROUPS_BY_STEP = TypeAdapter(dict[int, list[str]])
 _METRICS = TypeAdapter(dict[str, float], config=ConfigDict(allow_inf_nan=False))
 
@@ -168,7 +200,7 @@ class Checkpoints:
     def lock(self) -> FolderLock:
         """Take the folder's lock for as long as this process lives. If another process holds it, or the file system has no locks, warn and
         continue. Raises `ServiceError` if the folder can't be written."""
-        with _disk_errors(self._folder):
+        with disk_errors(self._folder):
             lock = FolderLock(self._folder)
         try:
             holder = lock.take()
@@ -197,7 +229,7 @@ class Checkpoints:
                 f"{self.path(version)}, which this trainer should continue from, is gone or abandoned: another trainer of the run is "
                 "at work. Stop it, and start this one again: it resumes from the newest checkpoint"
             )
-        with _disk_errors(self._folder):
+        with disk_errors(self._folder):
             folders.append_start(self._folder, Start(timeline, version))
             self._remove_remains(timeline)
             # the state of a damaged one may not say which timeline it is of
@@ -209,7 +241,7 @@ class Checkpoints:
     def trial(self) -> Iterator[Path]:
         """Yield a folder in which saving can be tried. Raises `ServiceError` if it can't be made; it is removed at the end."""
         with contextlib.ExitStack() as stack:
-            with _disk_errors(self._folder):
+            with disk_errors(self._folder):
                 folder = stack.enter_context(scratch_folder(".trial-", self._folder))
             yield folder
 
@@ -237,19 +269,19 @@ class Checkpoints:
     def state(self, version: int) -> CheckpointState:
         """Return the state, with the metrics that were added later. If several trainers added a metric, the newest trainer's value counts.
         Raises `ServiceError` if it is not what `publish` writes."""
-        state = self._read(version, STATE, CheckpointState.model_validate_json)
+        state = read_state(self.path(version))
         metrics = dict(state.metrics)
         for name in folders.later_metrics(self._folder, version):
-            metrics |= self._read(version, name, _METRICS.validate_json)
+            metrics |= _read(self.path(version) / name, _METRICS.validate_json)
         return state.model_copy(update={"metrics": metrics})
 
     def ledger(self, version: int) -> dict[int, list[str]]:
         """Return the group ids of each step trained since the previous checkpoint. Raises `ServiceError` as `state` does."""
-        return self._read(version, "ledger.json", _GROUPS_BY_STEP.validate_json)
+        return read_ledger(self.path(version))
 
     def file(self, version: int, name: str) -> bytes:
         """Return the content of one of the `files` that it was published with. Raises `ServiceError` as `state` does."""
-        return self._read(version, name, bytes)
+        return _read(self.path(version) / name, bytes)
 
     def begin(self, version: int, timeline: str) -> Path:
         """Make an empty folder for the learner's files.
@@ -258,7 +290,7 @@ class Checkpoints:
         """
         self.require_newest(timeline)
         unfinished = self.locate_unfinished(version, timeline)
-        with _disk_errors(self._folder):
+        with disk_errors(self._folder):
             self._make_way(version, timeline)
             self._remove_remains(timeline)
             unfinished.mkdir()
@@ -280,23 +312,40 @@ class Checkpoints:
         `files` (contents by name) become part of it. Versions in `keep` stay, because their metrics are still to come. Once this returns,
         the checkpoint survives a power cut. Raises `ServiceError` if the disk is full, or if another trainer has taken over.
         """
-        unfinished, final = self.locate_unfinished(state.version, state.timeline), self.path(state.version)
         self.require_newest(state.timeline)
-        with _disk_errors(self._folder):
-            (unfinished / "ledger.json").write_bytes(
-                _GROUPS_BY_STEP.dump_json({step: [*ids] for step, ids in ledger.items()})
-            )
-            for name, content in (files or {}).items():
-                (unfinished / name).write_bytes(content)
-            (unfinished / STATE).write_text(state.model_dump_json(indent=2))
+        with disk_errors(self._folder):
+            write_state(self.locate_unfinished(state.version, state.timeline), state, ledger, files or {})
+        return self._complete(state.version, state.timeline, keep)
+
+    def leads_to(self, snapshot: Path) -> bool:
+        """Return whether a complete snapshot (`snapshots`) continues from the newest checkpoint, and on the chain."""
+        state, published = read_state(snapshot), max(self.find_published(), default=0)
+        continued = min(read_ledger(snapshot), default=None) == published
+        return continued and state.timeline == folders.find_timeline(folders.read_chain(self._folder), state.version)
+
+    def adopt(self, snapshot: Path) -> None:
+        """Turn a complete snapshot, to which the checkpoints lead, into the newest of them. Raises as `publish` does.
+
+        This has a timeline of its own. The trainer that made the snapshot may only be frozen; from here on it publishes nothing more, and
+        has no part in the folder that becomes the checkpoint.
+        """
+        timeline, version = f"snapshot-{secrets.token_hex(8)}", read_state(snapshot).version
+        with disk_errors(self._folder):
+            folders.append_start(self._folder, Start(timeline, version))
+            shutil.copytree(snapshot, self.begin(version, timeline), dirs_exist_ok=True)
+        self._complete(version, timeline)
+
+    def _complete(self, version: int, timeline: str, keep: Collection[int] = ()) -> Path:
+        unfinished, final = self.locate_unfinished(version, timeline), self.path(version)
+        with disk_errors(self._folder):
             folders.write_sums(unfinished)
             _fsync_all(unfinished)
-            self.require_newest(state.timeline)
-            self._make_way(state.version, state.timeline)
+            self.require_newest(timeline)
+            self._make_way(version, timeline)
             unfinished.rename(final)
             fsync(self._folder)
-            self.require_newest(state.timeline)
-            self._retain(state.timeline, keep)
+            self.require_newest(timeline)
+            self._retain(timeline, keep)
         return final
 
     def add_metrics(self, version: int, timeline: str, metrics: Mapping[str, float]) -> None:
@@ -306,7 +355,7 @@ class Checkpoints:
         A trainer may freeze anywhere in here and wake up after its successor has begun. So the metrics go into this trainer's own file, in
         the folder that was the checkpoint's while this trainer was the newest: a successor renames that folder before it makes another.
         """
-        with contextlib.ExitStack() as stack, _disk_errors(self._folder):
+        with contextlib.ExitStack() as stack, disk_errors(self._folder):
             folder: int | None = None
             with contextlib.suppress(FileNotFoundError):
                 folder = os.open(self.path(version), os.O_RDONLY | os.O_DIRECTORY)
@@ -317,16 +366,6 @@ class Checkpoints:
             _add_metrics(folder, folders.metrics_name(timeline), metrics)
             self.require_newest(timeline)
             self._retain(timeline)
-
-    def _read(self, version: int, name: str, parse: Callable[[bytes], T]) -> T:
-        path = self.path(version) / name
-        try:
-            return parse(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            reason = str(error).replace("\n", " ")
-            raise ServiceError(
-                f"{path} can't be read ({reason}); remove {path.parent} to continue from an earlier checkpoint"
-            ) from error
 
     def _retain(self, timeline: str, keep: Collection[int] = ()) -> None:
         """Remove the superseded checkpoints. The newest always stays. An older one whose metrics can't be read is set aside.
@@ -461,7 +500,8 @@ def select_superseded(metrics: Mapping[int, Mapping[str, float]], settings: Chec
 
 
 @contextlib.contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raise the `ServiceError` of a checkpoint that can't be written to `folder` for an `OSError`."""
     try:
         yield
     except OSError as error:

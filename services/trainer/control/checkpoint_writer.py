@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from headrace.base.errors import Restartable, ServiceError, WrongStep
@@ -44,17 +45,39 @@ class CheckpointWriter:
     ) -> None:
         """Take a snapshot of the weights of `state.version`, and begin to write it. The other arguments are those of `Checkpoints.publish`.
         Nothing else may be being written (call `finish`). Raises as `Checkpoints.begin` does."""
-        assert self._work is None
+        await self._take(self._context.checkpoints.begin, state.version)
+        began = self._context.clock()
+        self._then(lambda: self._publish(state, steps, keep, files, began))
+
+    async def save_in_memory(
+        self, state: CheckpointState, files: Mapping[str, bytes], steps: Mapping[int, Sequence[str]]
+    ) -> None:
+        """Do as `save` does, but for a snapshot that stays one: nothing follows from it."""
+        snapshots = self._context.snapshots
+        assert snapshots is not None
+        await self._take(snapshots.begin, state.version)
+
+        async def publish() -> None:
+            await self._written()
+            await asyncio.to_thread(snapshots.publish, state, steps, files)
+
+        self._then(publish)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written."""
+        return self._work is None
+
+    async def _take(self, begin: Callable[[int, str], Path], version: int) -> None:
+        assert self.idle
         context = self._context
 
         def snapshot() -> None:
-            context.lead.save(str(context.checkpoints.begin(state.version, self._timeline)))
+            context.lead.save(str(begin(version, self._timeline)))
 
         await context.torch(snapshot)
         if context.lead.ranks.size > 1:
             self._all_written.clear()
-        began = context.clock()
-        self._then(lambda: self._publish(state, steps, keep, files, began))
 
     def add_metrics(self, version: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the checkpoint of `version` once it is published. A no-op without such a checkpoint."""
@@ -119,10 +142,7 @@ class CheckpointWriter:
         began: float,
     ) -> None:
         context = self._context
-        if context.lead.ranks.size > 1:
-            await self._all_written.wait()
-        else:
-            await self._await_written(asyncio.wrap_future(context.lead.part))
+        await self._written()
 
         def publish() -> None:
             context.lineage.fsync()
@@ -142,6 +162,13 @@ class CheckpointWriter:
                 f"the buffer's server lost a step that was trained ({refusal}); start this trainer again: it resumes from its checkpoint "
                 "and restores the buffer"
             ) from refusal
+
+    async def _written(self) -> None:
+        """Return once every rank has written its part."""
+        if self._context.lead.ranks.size > 1:
+            await self._all_written.wait()
+        else:
+            await self._await_written(asyncio.wrap_future(self._context.lead.part))
 
     def _wake_uploads(self) -> None:
         if self._context.uploads is not None:

@@ -19,6 +19,7 @@ from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.rank import LeadRank
+from headrace_services.trainer.control.snapshots import Snapshots
 from headrace_services.trainer.control.uploads import Uploads
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.telemetry.http import Gauges
@@ -69,6 +70,7 @@ class TrainerContext:
     torch_thread: ThreadPoolExecutor
     sender: WeightSender
     checkpoints: Checkpoints
+    snapshots: Snapshots | None
     journal: Journal
     lineage: LineageWriter
     history: HistoryWriter

@@ -3,7 +3,7 @@ it.
 
 The order of actions matters:
 
-- The snapshot for a checkpoint is taken before the fleet gets its weights, and is written meanwhile.
+- The snapshot of a version, for a checkpoint or to be kept in memory, is taken before the fleet gets its weights, and written meanwhile.
 - The fleet gets a version before that version is validated or trained on.
 - A validation of older weights ends before they are replaced.
 - While `reserve` has no batch, replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
@@ -29,6 +29,7 @@ JUDGED = 100
 class Action(enum.Enum):
     STOP = "stop"
     CHECKPOINT = "checkpoint"
+    SNAPSHOT = "snapshot"
     REFIT = "refit"
     AWAIT_VALIDATION = "await validation"
     ABANDON_VALIDATION = "abandon validation"
@@ -107,6 +108,7 @@ class LoopState:
     - `validated`: a validation of this version has begun.
     - `validating`: the version under validation while results are missing. `awaited_since`: when the loop began to wait for it, if it has.
     - `target_reached`: a validation reached `stop_at_validation_threshold`.
+    - `snapshot_due`: the run takes snapshots, has neither this version nor a checkpoint of it, and nothing is being written.
     - `must_save`: another step would end after `checkpoint_must_save_by`, and no checkpoint has been saved for that yet.
 
     The fleet:
@@ -135,6 +137,7 @@ class LoopState:
     reply: Reservation | Waiting | End | None
     target_reached: bool = False
     must_save: bool = False
+    snapshot_due: bool = False
     quarantined: int = 0
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     episodes: int = 0
@@ -153,6 +156,8 @@ def decide(plan: Plan, state: LoopState) -> Decision:
     final = state.version >= plan.last_version or isinstance(state.reply, End) or state.target_reached
     if plan.saves(state.version, final=final or state.must_save) and not state.saved:
         return Decision(Action.CHECKPOINT)
+    if state.snapshot_due:
+        return Decision(Action.SNAPSHOT)
     validation_due = plan.validates(state.version, final=final) and not state.validated
     if not state.refitted and (validation_due or not final) and state.members:
         return _await_validation(plan, state) or Decision(Action.REFIT)

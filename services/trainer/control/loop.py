@@ -72,6 +72,7 @@ class Loop:
         # the newest checkpoint, published or being written
         self._saved = resumed.version if resumed.version > 0 else None
         self._saved_in_time = False
+        self._snapped = 0  # of the newest snapshot in memory
         self._reply: Reservation | Waiting | End | None = None
         self._reward: float | None = None
         self._rejections = 0  # since the last step that was trained
@@ -162,6 +163,10 @@ class Loop:
                 case Action.CHECKPOINT:
                     with self._traced("checkpoint"):
                         await self._checkpoint()
+                case Action.SNAPSHOT:
+                    with self._traced("snapshot"):
+                        await self._writer.save_in_memory(*await self._describe(), dict(self._ledger.steps))
+                    self._snapped = self._version
                 case Action.REFIT:
                     with self._traced("refit"):
                         await self._fleet.refit(self._version)
@@ -210,6 +215,9 @@ class Loop:
             target_reached=self._validations.target_reached,
             quarantined=sum(replica.state == "QUARANTINED" for replica in replicas),
             must_save=not self._saved_in_time and self._must_save(now),
+            snapshot_due=self._context.snapshots is not None
+            and self._version not in (0, self._saved, self._snapped)
+            and self._writer.idle,
             counts=run.counts,
             episodes=run.episodes,
             runners=run.alive_runners,
@@ -326,6 +334,14 @@ class Loop:
     async def _checkpoint(self) -> None:
         """Take a snapshot for a checkpoint, once the previous checkpoint is published."""
         await self._writer.finish()
+        state, files = await self._describe()
+        keep = {self._validations.running.version} if self._validations.running else set()
+        await self._writer.save(state, self._ledger.cut(), keep, files)
+        self._saved = state.version
+        self._saved_in_time |= self._must_save(self._clock())
+
+    async def _describe(self) -> tuple[CheckpointState, dict[str, bytes]]:
+        """Return the state of the run, and the files that belong to it."""
         context, retries = self._context, self._context.feeder.retries
         ended = await self._call(self._replay.read_ended)
         counters = context.lead.learner.counters
@@ -344,11 +360,7 @@ class Loop:
             prompts=context.prompts.counts.digest,
             metrics={} if self._reward is None else {"train:reward": self._reward},
         )
-        keep = {self._validations.running.version} if self._validations.running else set()
-        files = {TRAINED: self._ledger.encode(), ENDED: ended.bitmap, FAILURES: ended.failures}
-        await self._writer.save(state, self._ledger.cut(), keep, files)
-        self._saved = state.version
-        self._saved_in_time |= self._must_save(self._clock())
+        return state, {TRAINED: self._ledger.encode(), ENDED: ended.bitmap, FAILURES: ended.failures}
 
     async def _finish_uploads(self) -> None:
         """Wait until the store has the newest checkpoint. Raises `ServiceError` if it does not get there: the run's machine may be gone

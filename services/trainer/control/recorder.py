@@ -202,6 +202,6 @@ def step_times(
         buffer_starvation=over(Action.WAIT, Action.RESERVE),
         refit_bubble=over(Action.REFIT),
         validation=over(Action.AWAIT_VALIDATION, Action.VALIDATE, Action.ABANDON_VALIDATION),
-        checkpoint=over(Action.CHECKPOINT),
+        checkpoint=over(Action.CHECKPOINT, Action.SNAPSHOT),
         awaiting_scores=awaiting_scores,
     )

@@ -156,13 +156,18 @@ def _decode(rows: Sequence[Tensor], sizes: Sequence[int], kind: type[T]) -> list
     ]
 
 
+def spans_hosts(environ: Mapping[str, str]) -> bool:
+    """Return whether there are ranks on other hosts than this rank's."""
+    ranks = environ.get("WORLD_SIZE", "1")
+    return environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
+
+
 def gloo_problem(environ: Mapping[str, str], name: str, address: str | None) -> str | None:
     """Return why ranks on other machines can't reach this machine, whose `name` resolves to `address`; None if they can.
 
     gloo gives them that address, unless it is given an interface. Debian's installer writes 127.0.1.1 for the name into /etc/hosts.
     """
-    ranks = int(environ.get("WORLD_SIZE", "1"))
-    if int(environ.get("LOCAL_WORLD_SIZE", ranks)) == ranks or "GLOO_SOCKET_IFNAME" in environ:
+    if not spans_hosts(environ) or "GLOO_SOCKET_IFNAME" in environ:
         return None
     if address is not None and not is_loopback(address):
         return None

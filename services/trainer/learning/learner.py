@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -210,16 +211,10 @@ class Learner:
 
         Raises `ServiceError` now, instead of at the first checkpoint, if `snapshot` would not be able to write it.
         """
-        models = {"policy": self.policy.model} | ({} if self.value is None else {"value": self.value.root.model})
-        parameters = [parameter for model in models.values() for parameter in model.parameters()]
-        weights = sum(4 * parameter.numel() for parameter in parameters)
-        saved = self.config.checkpointing.save_optimizer
-        moments = 2 * sum(4 * parameter.numel() for parameter in parameters if saved and parameter.requires_grad)
         try:
-            for name, model in models.items():
+            for name, model in self._models.items():
                 description(model)(folder / name)
             self.tokenizer.save_pretrained(folder / "policy")
-            free = shutil.disk_usage(folder).free
         except OSError as error:
             raise cannot_write_checkpoint(folder.parent, error) from error
         except Exception as error:  # transformers refuses to save some of what it loads
@@ -228,9 +223,23 @@ class Learner:
                 f"no checkpoint could be saved: transformers refuses the configuration or tokenizer of policy.model_name "
                 f"{self.config.policy.model_name!r} ({type(error).__name__}: {reason}); correct its files"
             ) from error
-        if free < weights + moments:
+        self.require_room(folder.parent)
+
+    def require_room(self, folder: Path, copies: int = 1) -> None:
+        """Raise `ServiceError` unless `folder` has room for so many checkpoints. No collective."""
+        parameters = [parameter for model in self._models.values() for parameter in model.parameters()]
+        weights = sum(4 * parameter.numel() for parameter in parameters)
+        saved = self.config.checkpointing.save_optimizer
+        moments = 2 * sum(4 * parameter.numel() for parameter in parameters if saved and parameter.requires_grad)
+        free = shutil.disk_usage(folder).free
+        if free < copies * (weights + moments):
             takes = f"its weights take {weights >> 20} MiB" + (f" and its moments {moments >> 20}" if moments else "")
-            raise cannot_write_checkpoint(folder.parent, OSError(f"{takes}, and {free >> 20} MiB are free"))
+            twice = f", {copies} times" if copies > 1 else ""
+            raise cannot_write_checkpoint(folder, OSError(f"{takes}{twice}, and {free >> 20} MiB are free"))
+
+    @property
+    def _models(self) -> dict[str, Any]:
+        return {"policy": self.policy.model} | ({} if self.value is None else {"value": self.value.root.model})
 
     def refuse_if_broken(self) -> None:
         if self.broken is not None:

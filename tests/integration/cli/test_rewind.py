@@ -86,6 +86,15 @@ def test_a_rewind_to_the_newest_changes_nothing(folder: Path, checkpoints: Check
     assert everything(folder / "checkpoints") == before
 
 
+def test_a_rewind_to_the_newest_abandons_what_was_trained_since(folder: Path, checkpoints: Checkpoints) -> None:
+    """There may be a snapshot of it in a machine's memory."""
+    Journal(folder / JOURNAL).append("train", 10, "t", {})
+    assert "is already the newest" in rewind(folder, "adder", 10).stdout
+    with pytest.raises(ServiceError, match=r"newest.*\(timeline rewind-"):
+        checkpoints.require_newest("t")
+    assert checkpoints.find_published() == [2, 4, 6, 10]
+
+
 def test_what_can_not_be_done_is_refused_and_nothing_is_moved(folder: Path, checkpoints: Checkpoints) -> None:
     before = everything(folder / "checkpoints")
     assert "version 5; it has 2, 4, 6, 10" in refused(folder, "adder", 5)

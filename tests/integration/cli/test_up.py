@@ -23,6 +23,8 @@ import pytest
 
 from headrace.base.scratch import remove_abandoned
 from headrace.config import load
+from headrace.run import snapshots
+from headrace.run.folder import SAVED
 from tests.support import nvml
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port, free_ports
@@ -160,9 +162,13 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
     monkeypatch.setenv("HR_TOKEN", "canary-7f3a")
     monkeypatch.setenv("HEADRACE_LOGGER__WANDB__NAME", "canary-7f3a")
     secret = "logger.wandb.project=${oc.env:HR_TOKEN}"
-    run = up(100_000, *ENDLESS, secret, rollout="refusable_rollout", trainer="talking_trainer")
+    memory = f"checkpointing.snapshot_dir={folder.parents[1]}"
+    run = up(100_000, *ENDLESS, secret, memory, rollout="refusable_rollout", trainer="talking_trainer")
     for line in ("step 1:", "page: ready"):
         run.wait_for(line)
+    kept = snapshots.locate(load(folder / SAVED, [], os.environ))
+    assert kept is not None
+    kept.mkdir(exist_ok=True)
     assert re.search(r"^page: http://127\.0\.0\.1:\d+/runs/test#code=\S+$", run.said(), re.MULTILINE)
     for service in ("page", "rollout", "reward", "replay", "trainer"):
         name = "rollout-1" if service == "rollout" else service
@@ -182,6 +188,7 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
     written = [path for path in folder.rglob("*") if path.is_file()]
     assert [path for path in written if b"canary" in path.read_bytes()] == []
     assert "canary" not in run.said()
+    assert not kept.exists(), "no memory is left either"
 
 
 @pytest.mark.nightly  # by day a run of light services ends so below, and tests/unit/cli/test_watch_folder.py tells the words apart

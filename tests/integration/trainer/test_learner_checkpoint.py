@@ -149,6 +149,11 @@ def test_a_disk_too_small_for_weights_and_moments_is_found_at_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     with pytest.raises(ServiceError, match=r"checkpoint.*2 MiB.*4.*5 MiB"):
         learner.try_saving(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7 << 20))
+    learner.try_saving(tmp_path)
+    with pytest.raises(ServiceError, match=r"2 times.*snapshot_dir"):
+        learner.require_room(tmp_path, 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     settings = config(tiny_model, checkpointing={"save_optimizer": False})
     Learner(settings).try_saving(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,73 @@ async def test_a_killed_run_resumes_to_the_last_bit(
     state = killed.checkpoints().state(STEPS)
     assert state.consumed_samples == 4 * STEPS
     assert state.total_valid_tokens == last["total_valid_tokens"] > 0
+
+
+@pytest.fixture
+def paired(settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """On-policy, on two ranks, with a snapshot of each step and no checkpoint before the last."""
+    (tmp_path / "memory").mkdir()
+    settings["grpo"] |= {"async_grpo": {"enabled": False}, "val_period": 0, "val_at_start": False}
+    settings["checkpointing"] |= {"save_period": 100, "snapshot_dir": str(tmp_path / "memory")}
+    return settings
+
+
+# Each is a start of two ranks, with what ends it: rank 0 or 1, or both. The start after it continues from `resumed`.
+DEATHS = {
+    "rank_1_reads:1": 1,  # before the loss
+    "rank_1_in_all_reduce:2": 2,
+    "all_in_all_reduce:3": 3,
+    "rank_1_in_snapshot:4": 3,  # the one before is a checkpoint by now
+    "before_snapshot:5": 4,  # all parts are written, but it is not complete
+    "after_snapshot:6": None,
+    "in_adoption": None,  # while it becomes a checkpoint
+    "after_adoption": 6,  # the buffer does not know of it yet
+    "before_commit:10": 10,  # of the last checkpoint
+}
+
+
+async def test_ranks_that_die_continue_from_a_snapshot_to_the_last_bit(
+    paired: dict[str, Any], replay: ReplayClient, limits: Limits, redis_url: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    steps = paired["grpo"]["max_num_steps"] = 10
+    on_policy = dataclasses.replace(limits, max_age=0)
+    await replay.open_run(on_policy)
+    straight = Trainer(paired, tmp_path / "straight.log")
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert await straight.run_ranks(2) == [0, 0], straight.said()
+    twin = ReplayClient(open_redis(redis_url), f"{replay.run_id}-killed")
+    await twin.open_run(on_policy)
+    killed = Trainer({**paired, "run": {**paired["run"], "id": twin.run_id}}, tmp_path / "killed.log")
+    async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
+        for fault in DEATHS:
+            assert -9 in await killed.run_ranks(2, fault), killed.said()
+        assert await killed.run_ranks(2) == [0, 0], killed.said()
+    check_history(killed, steps)  # law 1: no kill lost a group, and none is trained twice
+    assert await settled(twin) == {"trained": steps * PROMPTS}
+    await twin.aclose()
+    resumed = [version for version in DEATHS.values() if version is not None]
+    assert [line.step for line in killed.journal() if line.kind == "rewind"] == resumed
+    for (step, ours), (_, theirs) in zip(numbers(killed), numbers(straight), strict=True):
+        assert [(step, name) for name in ours | theirs if ours.get(name) != theirs.get(name)] == []
+    assert [*(tmp_path / "memory").iterdir()] == [], "nothing is left in memory"
+
+
+async def test_without_its_snapshot_a_trainer_continues_from_the_checkpoint(
+    paired: dict[str, Any], replay: ReplayClient, limits: Limits, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The machine is gone, and its memory with it: at first there is no checkpoint yet."""
+    paired["checkpointing"]["save_period"] = 2
+    await replay.open_run(dataclasses.replace(limits, max_age=0))
+    trainer = Trainer(paired, tmp_path / "trainer.log")
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        for fault in ("after_snapshot:1", "after_snapshot:3"):
+            assert await trainer.run_ranks(2, fault) == [-9, 1], trainer.said()
+            (snapshots,) = (tmp_path / "memory").iterdir()
+            shutil.rmtree(snapshots)
+        assert await trainer.run_ranks(2) == [0, 0], trainer.said()
+    check_history(trainer)
+    assert await settled(replay) == {"trained": STEPS * PROMPTS}
+    assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [0, 2]
 
 
 @pytest.mark.nightly  # GRPO does, every day, and the value model's checkpoint has tests of its own

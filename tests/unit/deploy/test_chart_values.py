@@ -154,6 +154,7 @@ def test_a_file_is_served_in_its_image_with_the_pods_certificate() -> None:
         ({"policy": {"model_name": "/home/me/model"}}, Cluster(), ("policy.model_name", "models/")),
         ({"checkpointing": {"checkpoint_dir": "/mnt/c"}}, Cluster(), ("checkpointing.checkpoint_dir", "runs/")),
         ({"checkpointing": {"store": "file:///mnt/c"}}, Cluster(), ("checkpointing.store", "s3://")),
+        ({"checkpointing": {"snapshot_dir": "/dev/shm"}}, Cluster(), ("checkpointing.snapshot_dir", "null")),
         (
             {"env": {"programs": {"type": "code"}}, "data": {"train": {"env_name": "programs"}}},
             Cluster(),
@@ -217,7 +218,6 @@ def of_train(**train: Any) -> dict[str, Any]:
         (of_train(data_path="models/rows.jsonl"), {}),
         (of_train(data_path="data/rows.parquet"), {}),
         ({"checkpointing": {"store": "s3://bucket/runs"}}, {"trainer": [443]}),
-        ({"checkpointing": {"store": "file:///shared"}}, {}),
         (
             {"policy": {"model_name": "models/own", "tokenizer": {"name": "Qwen/Qwen3-8B"}}},
             {"rollout": [443], "trainer": [443]},

@@ -71,6 +71,14 @@ def test_a_checkpoint_is_published_before_the_fleet_gets_its_weights() -> None:
     assert at(**fresh, saved=True) is Action.REFIT
 
 
+def test_a_snapshot_is_taken_before_the_fleet_gets_its_weights_and_a_checkpoint_before_it() -> None:
+    fresh = {"refitted": False, "reply": None, "snapshot_due": True}
+    assert at(**fresh) is Action.SNAPSHOT
+    assert at(**fresh, version=4) is Action.CHECKPOINT
+    assert at(snapshot_due=True) is Action.SNAPSHOT  # what was being written before is on the disk
+    assert at(snapshot_due=True, stop=True) is Action.CHECKPOINT
+
+
 def test_the_initial_model_needs_no_checkpoint() -> None:
     assert at(version=0, refitted=False, reply=None) is Action.REFIT
     assert dataclasses.replace(PLAN, save_period=1).saves(1, final=False)
