@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from headrace import Environment, Sample
 from headrace.env.server import serving
@@ -142,9 +143,18 @@ async def rewards(replay: ReplayClient, lease: Lease) -> dict[int, float]:
     }
 
 
-@pytest.mark.parametrize("part", [False, True])
-async def test_a_judge_sees_a_group_once_it_is_complete(replay: ReplayClient, part: bool) -> None:
-    """Also where it is part of a `combine`."""
+async def nothing(*_: object) -> AsyncIterator[tuple[str, str]]:
+    for group in ():
+        yield group
+
+
+@pytest.mark.parametrize(("part", "listed"), [(False, True), (True, True), (False, False)])
+async def test_a_judge_sees_a_group_once_it_is_complete(
+    replay: ReplayClient, part: bool, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is part of a `combine`, and where the list of open groups misses one that moves meanwhile."""
+    if not listed:
+        monkeypatch.setattr(replay, "groups", nothing)
     with JudgeServer(by_length) as server:
         env: dict[str, Any] = {"judge": env_of(server, "group")}
         if part:
@@ -212,37 +222,44 @@ async def lease_all(replay: ReplayClient, *groups: Group) -> list[Lease]:
     return list(await replay.lease(await healthy_replica(replay), len(groups)))
 
 
-@pytest.mark.limits(prompts_per_step=1, generations_per_prompt=8)
+@pytest.mark.limits(prompts_per_step=2, generations_per_prompt=4)
 async def test_law_6_liveness_a_complete_group_is_no_overload(replay: ReplayClient) -> None:
     """All at once would be more than the environment starts, and look as if it had broken."""
+    refused = {"environment": "judge", "status": "NOT_STARTED"}
+    before = REGISTRY.get_sample_value("headrace_reward_results_total", refused)
     judge = Noted(whole_groups=True)
     async with judging(replay, judge=judge):
-        (lease,) = await lease_all(replay, make_group(0, n=8, env_name="judge"))
-        for index in range(8):
-            await push(replay, lease, index, "a" * index)
-            if index < 7:
-                await taken(replay, index + 1)
-        assert await rewards(replay, lease) == {index: index for index in range(8)}
+        leases = await lease_all(replay, *(make_group(order, n=4, env_name="judge") for order in range(2)))
+        for index in range(3):
+            for place, lease in enumerate(leases):
+                await push(replay, lease, index, "a" * index)
+                await taken(replay, 2 * index + place + 1)
+        for lease in leases:
+            await push(replay, lease, 3, "aaa")
+        for lease in leases:
+            assert await rewards(replay, lease) == {index: index for index in range(4)}
+    assert REGISTRY.get_sample_value("headrace_reward_results_total", refused) == before
     assert "broken" not in [fields.get("state") for _, fields in await replay.events("0", 0.1)]
-    assert sorted(sample.index for sample in judge.seen) == list(range(8))
+    assert sorted(sample.index for sample in judge.seen) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.limits(prompts_per_step=3, generations_per_prompt=2)
+@pytest.mark.limits(prompts_per_step=4, generations_per_prompt=2)
 async def test_law_6_liveness_incomplete_groups_keep_none_waiting(
     replay: ReplayClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scorer, "_MOST_IN_FLIGHT", 2)
     async with judging(replay, judge=Noted(whole_groups=True), alone=Noted(whole_groups=False)):
-        first, second, other = await lease_all(
-            replay, *(make_group(order, env_name=name) for order, name in enumerate(("judge", "judge", "alone")))
+        first, second, third, other = await lease_all(
+            replay, *(make_group(order, env_name="alone" if order == 3 else "judge") for order in range(4))
         )
-        for place, lease in enumerate((first, second)):
+        for place, lease in enumerate((first, second, third)):
             await push(replay, lease, 0, "a")
-            await taken(replay, place + 1)
+            await taken(replay, min(place + 1, 2))
         for index in range(2):
             await push(replay, other, index, "bb")
         assert await rewards(replay, other) == {0: 2, 1: 2}
-        for lease in (first, second):
+        await taken(replay, 2)  # the third waits in the buffer, not here
+        for lease in (first, second, third):
             await push(replay, lease, 1, "ccc")
             assert await rewards(replay, lease) == {0: 1, 1: 3}
 
