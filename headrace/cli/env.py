@@ -1,5 +1,5 @@
-"""`headrace env`: create, check, try and serve an environment, attach one to a run, print the token for that on another machine, and list a
-run's environments."""
+"""`headrace env`: create, check, calibrate, try and serve an environment, attach one to a run, print the token for that on another machine,
+and list a run's environments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rich.table import Table
 import headrace
 from headrace.base.addresses import LOOPBACK
 from headrace.base.errors import ConfigError, ServiceError
-from headrace.cli import env_check, env_new, env_try
+from headrace.cli import env_calibrate, env_check, env_new, env_try
 from headrace.cli.common import WIDTH, App, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
 from headrace.config import Config
@@ -213,6 +213,7 @@ def environment_table(environments: Iterable[reward_pb2.EnvironmentStatus]) -> T
 
 app.command()(env_new.new)
 app.command()(env_check.check)
+app.command()(env_calibrate.calibrate)
 app.command(name="try")(env_try.try_)
 
 

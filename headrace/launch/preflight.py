@@ -16,6 +16,7 @@ from headrace.config import Config, loading
 from headrace.config.environments import LLMJudgeConfig, TargetConfig
 from headrace.config.loading import InvalidConfig, Loaded
 from headrace.config.root import TEACHER_KEY
+from headrace.env.kit.example_samples import read_labels
 from headrace.launch import environment_processes, shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
@@ -83,7 +84,7 @@ def _look_at_named(loaded: Loaded, without: Collection[str] = ()) -> list[str]:
                 head, *more = message.split("\n")
                 problems.add("\n".join([f"{head}{loaded.origin(keys)}", *more]))
     if "env" not in without:
-        for message in _check_templates(loaded):
+        for message in _check_judges(loaded):
             problems.add(message)
     if config.checkpointing.store is not None and "checkpointing" not in without:
         try:
@@ -120,15 +121,21 @@ def _look_at_store(config: Config, url: str) -> list[str]:
     return []
 
 
-def _check_templates(loaded: Loaded) -> list[str]:
-    """Return a line for each template of a judge that fails."""
-    judges = {name: env for name, env in loaded.config.env.items() if isinstance(env, LLMJudgeConfig) and env.template}
+def _check_judges(loaded: Loaded) -> list[str]:
+    """Return a line for each template of a judge that fails, and for each file of labels that can't be used."""
     problems = []
-    for name, env in judges.items():
+    for name, env in loaded.config.env.items():
+        if not isinstance(env, LLMJudgeConfig):
+            continue
+        key = "template"
         try:
-            load_entry_point("headrace.tools", "check-judge-template", "reward")(name, env)
+            if env.template is not None:
+                load_entry_point("headrace.tools", "check-judge-template", "reward")(name, env)
+            key = "calibration"
+            if env.calibration is not None:
+                read_labels(Path(env.calibration), env.scale)
         except ConfigError as error:
-            problems.append(f"{error}{loaded.origin(('env', name, 'template'))}")
+            problems.append(f"{error}{loaded.origin(('env', name, key))}")
     return problems
 
 

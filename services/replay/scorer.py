@@ -28,7 +28,6 @@ from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace.net import rpc, tracing
 from headrace.net.credentials import load_credentials
 from headrace.records.score import Score
-from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
 from headrace.run.sample_files import SampleFiles
 from headrace.run.samples import failed_record
@@ -128,7 +127,7 @@ class _Scorer:
         self._enqueued: list[str] = []  # the environments that the buffer knows
         # by token, group and index: a trajectory that the buffer took back may be held again under another token
         self._held: dict[tuple[str, str, int], ScoringJob] = {}
-        self._gathered: list[ScoringJob] = []  # held until their group is complete
+        self._gathered: dict[tuple[str, str, int], ScoringJob] = {}  # likewise: not sent until their group is complete
         self._awake = asyncio.Event()  # there may be something to take
         self._progress = False  # this round has scored something
         self._failures = Repeats()
@@ -163,7 +162,7 @@ class _Scorer:
 
     async def _round(self) -> None:
         """Score until a hub or the buffer is lost. Return if this round has scored something before that, else raise."""
-        self._held, self._gathered, self._progress = {}, [], False
+        self._held, self._gathered, self._progress = {}, {}, False
         for hub in self._hubs:
             hub.reset()
         await self._reach()
@@ -175,13 +174,13 @@ class _Scorer:
                     tasks.create_task(helper)
                 while True:
                     self._awake.clear()
-                    jobs = [*self._gathered, *await self._take()]
-                    self._gathered = []
-                    for hub, items in self._share_out(await self._prepare(jobs)):
+                    jobs = await self._take()
+                    prepared = await self._prepare(jobs)
+                    for hub, items in self._share_out(prepared):
                         for batch in in_batches(items, lambda name, hub=hub: hub.limits[name].batch):  # type: ignore[misc]
                             self._begin(hub, batch)
                             tasks.create_task(self._batch(hub, batch))
-                    if len(jobs) == len(self._gathered):
+                    if not (jobs or prepared):
                         await self._awake.wait()
         except ExceptionGroup as group:  # the first loss cancelled the others
             loss = group.exceptions[0]
@@ -191,11 +190,15 @@ class _Scorer:
 
     async def _take(self) -> Sequence[ScoringJob]:
         """Take as many trajectories from the buffer as may be sent now."""
-        most = _MOST_IN_FLIGHT - len(self._held)
+        most = {False: _MOST_IN_FLIGHT - len(self._held), True: _MOST_IN_FLIGHT - len(self._gathered)}
         names = {*self._enqueued, *(name for hub in self._hubs for name in hub.statuses)}
-        room = {name: min(most, sum(hub.limits[name].free for hub in self._routes(name))) for name in names}
+        room = {name: min(most[self._compares(name)], self._room(name)) for name in names}
         free = {name: count for name, count in room.items() if count > 0}
         return await self._client.take_scoring(free) if free else []
+
+    def _room(self, name: str) -> int:
+        """Return how many trajectories may be sent to the environment now."""
+        return sum(hub.limits[name].free for hub in self._routes(name))
 
     def _routes(self, name: str) -> list[_HubConnection]:
         """Return the hubs to which trajectories of this environment are sent."""
@@ -250,43 +253,65 @@ class _Scorer:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._renew_s)
-            await self._client.renew_scoring(list(self._held.values()))
+            await self._renew_now([*self._held.values(), *self._gathered.values()])
+
+    async def _renew_now(self, jobs: Sequence[ScoringJob]) -> None:
+        """Renew trajectories. Those that the buffer has taken back are not sent any more."""
+        for lost in await self._client.renew_scoring(jobs):
+            self._gathered.pop(_place(lost), None)
 
     async def _prepare(self, jobs: Sequence[ScoringJob]) -> list[Item]:
-        """Return the jobs with their messages. A job that can't be sent at all is scored UNSENDABLE at once, and one whose environment
-        compares whole groups stays here until its group is complete."""
-        items: list[Item] = []
-        completions: dict[str, Mapping[int, str] | None] = {}  # by group
+        """Return what is to be sent now, with its messages. What an environment scores that compares whole groups is gathered until its
+        group is complete."""
+        items = []
         for job in jobs:
-            group = job.group
-            if group.id not in completions:
-                completions[group.id] = await self._completions(group) if self._compares(group.env_name) else {}
-            shown = completions[group.id]
-            if shown is None:
-                self._gathered.append(job)
-                self._held[_place(job)] = job  # renewed meanwhile
-                continue
-            try:
-                sample = scoring_sample(group, job.trajectory, self._client.run_id, shown)
-                items.append((job, sample_to_wire(sample)))
-            except (CodecError, ValueError) as error:
-                self._held.pop(_place(job), None)
-                await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
+            if self._compares(job.group.env_name):
+                self._gathered[_place(job)] = job
+            else:
+                items += await self._item(job, {})
+        for job, completions in await self._complete():
+            items += await self._item(job, completions)
         return items
+
+    async def _item(self, job: ScoringJob, completions: Mapping[int, str]) -> list[Item]:
+        """Return the job with its message. One that can't be sent at all is scored UNSENDABLE at once."""
+        try:
+            return [(job, sample_to_wire(scoring_sample(job.group, job.trajectory, self._client.run_id, completions)))]
+        except (CodecError, ValueError) as error:
+            await self._write([(job, Score("UNSENDABLE", message=f"can't be sent for scoring: {error}"))])
+            return []
 
     def _compares(self, name: str) -> bool:
         """Whether the environment compares the completions of whole groups."""
         statuses = [hub.statuses.get(name) for hub in self._routes(name)]
         return any(status.description.whole_groups for status in statuses if status is not None)
 
-    async def _completions(self, group: Group) -> Mapping[int, str] | None:
-        """Return the completions of a group by their index, or None while some of them are still being generated. Of a group that has left
-        the buffer there are none: nobody waits for the score that its trajectories then get."""
-        state = await self._client.group(group.id)
-        if state is not None and state["state"] == "open":
-            return None
-        held = None if state is None else await self._client.read_held(group.id)
-        return {} if held is None else {each.index: each.text for each, _ in held.trajectories}
+    async def _complete(self) -> list[tuple[ScoringJob, Mapping[int, str]]]:
+        """Stop holding the gathered trajectories of complete groups, as many as may be sent now. Return them, each with the completions of
+        its group by their index."""
+        by_group: dict[str, list[ScoringJob]] = {}
+        for job in self._gathered.values():
+            by_group.setdefault(job.group.id, []).append(job)
+        room = {job.group.env_name: self._room(job.group.env_name) for job in self._gathered.values()}
+        if not any(room.values()):
+            return []
+        # one call lists hundreds of groups: to ask for each at each wake-up would keep the scorer busy
+        generated = {group_id async for group_id, _ in self._client.groups(["open"])}
+        complete: list[tuple[ScoringJob, Mapping[int, str]]] = []
+        for group_id, gathered in by_group.items():
+            name = gathered[0].group.env_name
+            if group_id in generated or not room[name]:
+                continue
+            await self._renew_now(gathered)
+            held = await self._client.read_held(group_id)
+            if held is None or held.state == "open":
+                continue
+            completions = {each.index: each.text for each, _ in held.trajectories}
+            for job in gathered[: room[name]]:
+                if self._gathered.pop(_place(job), None) is not None:
+                    room[name] -= 1
+                    complete.append((job, completions))
+        return complete
 
     def _begin(self, hub: _HubConnection, batch: Sequence[Item]) -> None:
         hub.limits[batch[0][1].environment].send(len(batch))
@@ -329,7 +354,7 @@ class _Scorer:
                     *await self._score(hub, batch[:half], timeout_s),
                     *await self._score(hub, batch[half:], timeout_s),
                 ]
-            return [(job, self._refusal(error)) for job, _ in batch]
+            return [(job, self._refusal(error, trajectory)) for job, trajectory in batch]
         SECONDS.observe(time.monotonic() - started)
         self._progress = True
         if len(response.results) != len(batch):
@@ -356,12 +381,15 @@ class _Scorer:
         trajectory.traceparent = span.traceparent
         return span
 
-    def _refusal(self, error: grpc.aio.AioRpcError) -> Score:
+    def _refusal(self, error: grpc.aio.AioRpcError, trajectory: Trajectory) -> Score:
         """Return the score of a trajectory that the hub did not score. The hub's own faults are neither the trajectory's nor the
         environment's."""
         message = f"the reward hub refused the trajectory: {error.code().name}: {error.details()}"
         if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            message += f"; raise reward.max_message_bytes ({self._max_message_bytes})"
+            what = "with the completions of its whole group it has" if trajectory.group_completions else "it has"
+            message += (
+                f"; {what} {trajectory.ByteSize()} bytes; raise reward.max_message_bytes ({self._max_message_bytes})"
+            )
         return Score("UNSENDABLE" if error.code() in _TOO_LARGE_OR_MALFORMED else "NOT_STARTED", message=message)
 
     def _gone(self, hub: _HubConnection, error: grpc.aio.AioRpcError) -> _HubUnreachable:

@@ -7,16 +7,36 @@ A valid answer is a score on the scale, with a reason. Any other answer is not a
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import statistics
-from typing import NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
+
+from headrace.base.errors import ConfigError
+from headrace.base.files import atomic_write
 from headrace.config.environments import LLMJudgeConfig
 from headrace.env.environment import Sample
+from headrace.env.kit.example_samples import read_labels
+from headrace.env.source_build import digest_texts
 from headrace.records.score import Score
 from headrace_services.reward.environment_build import compute_build
 from headrace_services.reward.environments.base import score_truncated
 from headrace_services.reward.hosted import Hosted
 from headrace_services.reward.judge.asking import Judges, Late, NotNow, VerdictStore
+from headrace_services.reward.judge.calibration import (
+    Calibration,
+    Judged,
+    find_refusal,
+    fit_monotone,
+    make_samples,
+    measure,
+    measure_order,
+)
 from headrace_services.reward.judge.comparison import in_order, pairs_with
 from headrace_services.reward.judge.questions import Question, ask_about, ask_to_compare, reference_of
 from headrace_services.reward.judge.template import JudgeTemplate, TemplateFails, check_template
@@ -29,11 +49,11 @@ from headrace_services.reward.judge.verdicts import (
     compute_reward,
 )
 
+_log = logging.getLogger("headrace.reward")
 # Characters of all reasons that the metadata of a score keeps.
 _MOST_REASONS = 3000
-
-
 _TIE = 0.5
+_PAUSE_S = 5.0  # before judges that could not be asked for a calibration are asked again
 
 
 class _Asked(NamedTuple):
@@ -52,10 +72,15 @@ class LLMJudge(Hosted):
 
     Each score is mapped from `scale` to 0 to 1. With `threshold` it then counts as 1 at or above the threshold, else as 0. The reward is
     what all verdicts give by `vote`. Law 7: unless every one is there, there is no reward.
+
+    With `calibration` the judges first judge completions that people have scored. Until that is done, they judge nothing else.
     """
 
-    def __init__(self, name: str, env: LLMJudgeConfig, store: VerdictStore) -> None:
-        """Create the environment. Raises `ConfigError` for a judge's file or a template that can't be used."""
+    patience_s = 30.0  # how long a start waits for the calibration, of the two minutes that `headrace up` waits
+
+    def __init__(self, name: str, env: LLMJudgeConfig, store: VerdictStore, report: Path | None = None) -> None:
+        """Create the environment. `report` is the file for its calibration. Raises `ConfigError` for a file or a template that can't be
+        used."""
         self.name = name
         self.env = env
         self.concurrency = env.concurrency
@@ -66,10 +91,110 @@ class LLMJudge(Hosted):
         template = None if env.template is None else JudgeTemplate(env.template)
         self.judges = Judges(name, env, template, store)
         self._scale = Scale(*env.scale)
+        self._labels = [] if env.calibration is None else read_labels(Path(env.calibration), env.scale)
+        self._report = report
+        self._calibrating: asyncio.Task[None] | None = None
+        self._waits = f"env.{name}.calibration is not judged yet"
+        self._measures: dict[str, float | None] = {}
+        self._corners: tuple[list[float], list[float]] | None = None
+
+    async def start(self) -> None:
+        """Calibrate the judges. What takes long goes on in the background. Raises `ConfigError` if they don't agree with people."""
+        if self._labels:
+            self._calibrating = asyncio.create_task(self._calibrate())
+            await asyncio.wait([self._calibrating], timeout=self.patience_s)
+            if self._calibrating.done():
+                self._calibrating.result()
+
+    def problem(self) -> str | None:
+        if not self._labels:
+            return None
+        if self._calibrating is None or not self._calibrating.done():
+            return self._waits
+        error = self._calibrating.exception()
+        return None if error is None else str(error)
 
     async def score(self, sample: Sample) -> float | Score:
+        if (problem := self.problem()) is not None:
+            return Score("NOT_STARTED", message=problem)
         if (found := score_truncated(self.env, sample)) is not None:
             return found
+        score = await self._judge(sample)
+        if score.reward is None or not self._measures:
+            return score
+        reward = score.reward if self._corners is None else float(np.interp(score.reward, *self._corners))
+        return msgspec.structs.replace(score, reward=reward, metadata={**score.metadata, "calibration": self._measures})
+
+    async def calibrate(self) -> Calibration:
+        """Return what the judges give to the completions that people have scored."""
+        room = asyncio.Semaphore(self.env.concurrency)
+        samples = make_samples(self._labels)
+
+        async def judge(sample: Sample) -> Score:
+            async with room:
+                return await self._judge(sample)
+
+        scores = await asyncio.gather(*map(judge, samples))
+        groups = list(dict.fromkeys(sample.group_id for sample in samples))
+        judged = [
+            Judged(
+                groups.index(sample.group_id),
+                sample.completion,
+                self._scale.worth(label.score),
+                score.status,
+                score.reward,
+                score.components,
+                score.metadata,
+                score.message,
+            )
+            for sample, label, score in zip(samples, self._labels, scores, strict=True)
+        ]
+        order = measure_order(await self._both_orders(samples, room))
+        return Calibration(judged, measure(judged, self.env.compare), order)
+
+    async def _calibrate(self) -> None:
+        """Calibrate, as soon as the judges can be asked about everything. Raises `ConfigError` if they may not be used."""
+        key = f"env.{self.name}.calibration"
+        while True:
+            found = await self.calibrate()
+            waiting = [each for each in found.judged if each.status in ("NOT_STARTED", "TIMED_OUT")]
+            if not waiting:
+                break
+            waits = f"{key}: {len(waiting)} of {len(found.judged)} completions are not judged yet: {waiting[0].message}"
+            if waits != self._waits:
+                _log.warning("%s", waits)
+            self._waits = waits
+            await asyncio.sleep(_PAUSE_S)
+        if self._report is not None:
+            with atomic_write(self._report) as path:
+                path.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+        _log.info("%s: %s %s", key, json.dumps(found.measures), json.dumps(found.order))
+        if (refusal := find_refusal(found, self.name, self.env)) is not None:
+            raise ConfigError(f"{key} {self.env.calibration}: {refusal}")
+        self._measures = found.measures.get("reward", {})
+        if self.env.map_to_people:
+            self._corners = fit_monotone(found.judged)
+            self.build = compute_build(self.env, f"as people {digest_texts([json.dumps(self._corners)])}")
+
+    async def _both_orders(self, samples: Sequence[Sample], room: asyncio.Semaphore) -> list[tuple[Verdict, Verdict]]:
+        """Return the verdicts on the pairs of these samples, each with that on the same pair in the other order."""
+        pairs = {
+            (each.place, each.number, each.question.text): each
+            for sample in samples
+            if self._problem(sample) is None
+            for each in self._asked(sample)
+            if each.question.kind == "pair"
+        }
+
+        async def both(asked: _Asked) -> list[Verdict]:
+            async with room:
+                questions = asked.question, asked.question.turned
+                return [await self.judges.ask(asked.place, asked.number, question) for question in questions]
+
+        found = await asyncio.gather(*map(both, pairs.values()), return_exceptions=True)
+        return [(each[0], each[1]) for each in found if isinstance(each, list)]
+
+    async def _judge(self, sample: Sample) -> Score:
         if (problem := self._problem(sample)) is not None:
             return Score("INVALID", message=problem)
         asked = self._asked(sample)
@@ -88,6 +213,9 @@ class LLMJudge(Hosted):
         return ", ".join(map(self.judges.name, dict.fromkeys(places)))
 
     async def aclose(self) -> None:
+        if self._calibrating is not None:
+            self._calibrating.cancel()
+            await asyncio.gather(self._calibrating, return_exceptions=True)
         await self.judges.aclose()
 
     def _problem(self, sample: Sample) -> str | None:
@@ -164,3 +292,18 @@ class LLMJudge(Hosted):
             metadata[f"judge_{place}"] = reasons[0] if len(reasons) == 1 else reasons
         components |= compute_agreement(worth, self.env)
         return Score("SCORED", compute_reward(worth, self.env), components, metadata)
+
+
+def calibrate(name: str, env: LLMJudgeConfig) -> tuple[dict[str, Any], str | None]:
+    """Return a calibration of the judges of `env.<name>`, as JSON, and why they may not be used after it (None: they may)."""
+
+    async def judge() -> tuple[Calibration, str | None]:
+        judges = LLMJudge(name, env, VerdictStore(None))
+        try:
+            found = await judges.calibrate()
+            return found, find_refusal(found, name, env)
+        finally:
+            await judges.aclose()
+
+    found, refusal = asyncio.run(judge())
+    return msgspec.to_builtins(found), refusal

@@ -149,8 +149,10 @@ def make_hosted(name: str, env: LLMJudgeConfig | RewardModelConfig, config: Conf
     """Create the hosted environment of `env.<name>`. Raises `ConfigError` if something that it needs can't be used."""
     if isinstance(env, RewardModelConfig):
         return RewardModel(name, env)
-    folder = None if config.run.id is None else config.run_folder
-    return LLMJudge(name, env, VerdictStore(None if folder is None else folder / f"judge-{name}.sqlite"))
+    if config.run.id is None:
+        return LLMJudge(name, env, VerdictStore(None))
+    folder = config.run_folder
+    return LLMJudge(name, env, VerdictStore(folder / f"judge-{name}.sqlite"), folder / f"calibration-{name}.json")
 
 
 def sources_of_parts(config: Config) -> list[DataSourceConfig]:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from headrace.base.addresses import has_host
 from headrace.config.environments.base import ScoringConfig, undecisive
 from headrace.config.jinja_file import read_template
-from headrace.config.marks import Fixed, ReadPath, Undecisive
+from headrace.config.marks import Fixed, MayChange, ReadPath, Undecisive
 from headrace.config.section import Section
 
 
@@ -81,6 +81,21 @@ class LLMJudgeConfig(ScoringConfig):
         "mean",
         description="the reward is the mean or the median of all verdicts, or 1 if more than half of them are 1",
     )
+    calibration: Undecisive[Fixed[ReadPath[str | None]]] = Field(
+        None,
+        description="a file of JSON lines (prompt, completion, score, extra_env_info) with the scores that people gave, on the scale. The "
+        "judges judge them before they judge the run's, and the agreement is logged",
+    )
+    min_agreement: MayChange[float | None] = Field(
+        None,
+        ge=0,
+        le=1,
+        description="the least rank correlation of the rewards with the scores of people; below it, the judges aren't used. null: no bound",
+    )
+    map_to_people: Fixed[bool] = Field(
+        False,
+        description="map the reward to what people gave, by the monotone function that fits the calibration best",
+    )
     retries: Undecisive[Fixed[int]] = Field(
         1, ge=0, description="how often a judge is asked again after an answer that is no verdict on the scale"
     )
@@ -112,6 +127,14 @@ class LLMJudgeConfig(ScoringConfig):
             )
         if self.rubric is None and self.template is None:
             raise ValueError("neither rubric nor template; give the criteria for the judges in one of them")
+        if self.calibration is None and (self.min_agreement is not None or self.map_to_people):
+            raise ValueError(
+                "min_agreement or map_to_people without calibration; give a file of completions that people scored"
+            )
+        if self.map_to_people and self.compare is not None:
+            raise ValueError(
+                f"map_to_people with compare {self.compare}, whose rewards are relative to other completions; leave one of the two out"
+            )
         greedy = [place for place, judge in enumerate(self.judges) if judge.temperature == 0]
         if self.samples > 1 and greedy:
             raise ValueError(

@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,8 @@ from headrace.base.errors import ConfigError
 from headrace.env.environment import Sample
 from headrace.records.score import Score, Status
 from headrace.records.trajectory import FinishReason, Message
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 # Completions that a policy writes sooner or later while it explores or looks for easy rewards.
 ODD_COMPLETIONS: Mapping[str, str] = {
@@ -118,8 +120,41 @@ def close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
 
 
+class LabelledCompletion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A completion and the score that people gave it, on a judge's scale: a line of `env.<name>.calibration`."""
+
+    completion: str
+    score: int | float
+    prompt: str | tuple[Message, ...] = ""
+    extra_env_info: dict[str, Any] = {}
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return ({"role": "user", "content": self.prompt},) if isinstance(self.prompt, str) else self.prompt
+
+
 def read_samples(path: Path) -> list[GoldenSample]:
     """Return the samples in a file of JSON lines. Raises `ConfigError` naming the first invalid line."""
+    return [each for _, each in _read_lines(path, GoldenSample)]
+
+
+def read_labels(path: Path, scale: tuple[float, float]) -> list[LabelledCompletion]:
+    """Return the labelled completions in a file of JSON lines. Raises `ConfigError`, also for scores off the scale, and for scores that are
+    all equal: no judge agrees or disagrees with those."""
+    labels = []
+    for number, label in _read_lines(path, LabelledCompletion):
+        if not scale[0] <= label.score <= scale[1]:
+            raise ConfigError(
+                f"{path}:{number}: score {label.score} is not on the scale from {scale[0]} to {scale[1]}; correct it"
+            )
+        labels.append(label)
+    if len({label.score for label in labels}) == 1:
+        raise ConfigError(f"{path}: all scores are {labels[0].score}; add completions that people scored otherwise")
+    return labels
+
+
+def _read_lines(path: Path, kind: type[S]) -> list[tuple[int, S]]:
+    """Return the objects in a file of JSON lines, each with the number of its line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -127,9 +162,9 @@ def read_samples(path: Path) -> list[GoldenSample]:
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            found += [msgspec.json.decode(line, type=GoldenSample)] if line.strip() else []
+            found += [(number, msgspec.json.decode(line, type=kind))] if line.strip() else []
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            fields = ", ".join(GoldenSample.__struct_fields__)
+            fields = ", ".join(kind.__struct_fields__)
             raise ConfigError(f"{path}:{number}: not a sample ({error}); write an object of {fields}") from error
     if not found:
         raise ConfigError(f"{path} has no samples; give one per line, as JSON")

@@ -336,6 +336,7 @@ local function end_generation(run, group)
   redis.call('HSET', group.key, 'state', 'scoring', 'held', group.actual)
   move(run, group.lane, 'open', 'scoring')
   tell(run, 'scoring', group.id)
+  wake(run, 'scoring')  -- a scorer may hold trajectories until their group is complete
 end
 
 local function tell_dropped(run, group, index, reason)

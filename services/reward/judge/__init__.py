@@ -1,1 +1,1 @@
-"""The parts of `llm_judge`: what judges are asked, what their answers mean, how they are reached, and what they cost."""
+"""The parts of `llm_judge`: what judges are asked, how they are reached, what their answers mean and cost, and how far they agree."""

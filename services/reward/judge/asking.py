@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import sqlite3
 import time
@@ -14,6 +15,7 @@ import msgspec
 import prometheus_client
 
 from headrace.base.addresses import find_proxy, url_through_proxy
+from headrace.base.backoff import pause_after
 from headrace.base.errors import ConfigError
 from headrace.base.http_client import AnswerTooLarge, HttpAnswer, HttpClient, NotReached
 from headrace.base.tls import client_context
@@ -33,6 +35,8 @@ from headrace_services.reward.judge.verdicts import (
 _MAX_ANSWER_BYTES = 256 * 1024
 # Statuses of an overloaded judge: neither the completion nor this request is at fault.
 _OVERLOADED = (429, 502, 503, 504)
+# The least pauses before such a judge is asked again, however little it states.
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 5.0
 
 REQUESTS = prometheus_client.Counter(
     "headrace_judge_requests", "Requests sent to judges, by how they ended", ["environment", "model", "outcome"]
@@ -197,7 +201,7 @@ class Judges:
     async def _answer(self, place: int, request: bytes) -> HttpAnswer:
         """Return an answer of a judge that has room. One that says when it will is asked again then, if there is time."""
         deadline = time.monotonic() + self._env.timeout_s
-        while True:
+        for tries in itertools.count(1):
             answer = await self._send(place, request)
             if answer.status == HTTPStatus.OK:
                 return answer
@@ -206,10 +210,13 @@ class Judges:
                 self._count(place, "refused")
                 raise NoVerdict(message)
             self._count(place, "overloaded")
-            pause_s = read_seconds(answer.headers.get("retry-after"))
-            if pause_s is None or time.monotonic() + pause_s >= deadline:
+            stated_s = read_seconds(answer.headers.get("retry-after"))
+            # one that says 0 each time would use up the budget
+            pause_s = max(stated_s or 0.0, pause_after(tries, _FIRST_PAUSE_S, _LAST_PAUSE_S))
+            if stated_s is None or time.monotonic() + pause_s >= deadline:
                 raise NotNow(message)
             await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable")
 
     async def _send(self, place: int, request: bytes) -> HttpAnswer:
         judge = self._env.judges[place]

@@ -60,6 +60,13 @@ class Question:
     def text(self) -> str:
         return json.dumps(self.facts, ensure_ascii=True)
 
+    @property
+    def turned(self) -> Question:
+        """The question about the same completions in the opposite order."""
+        shown = list(self.facts["completions"].values())
+        numbered = {str(number): completion for number, completion in enumerate(reversed(shown), 1)}
+        return dataclasses.replace(self, facts={**self.facts, "completions": numbered})
+
 
 def ask_about(sample: Sample, *, columns: bool) -> Question:
     """Return the question about one completion. `columns`: whether a template may show all that the row has."""

@@ -14,15 +14,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import ChainableUndefined, StrictUndefined, TemplateError, Undefined, meta, pass_context
+from jinja2 import ChainableUndefined, StrictUndefined, TemplateError, Undefined, meta, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.base.errors import ConfigError
 from headrace.config.environments import LLMJudgeConfig
 
-# What a template knows besides `completion`, or `completions` where they are compared. `mark` belongs to the module: it is how `_delimit`
-# finds the request's.
+# What a template knows besides `completion`, or `completions` where they are compared.
 VARIABLES = (
     "question",
     "messages",
@@ -32,6 +31,8 @@ VARIABLES = (
     "lowest",
     "highest",
 )
+# Where `_delimit` finds the request's mark: under a name that no template can set.
+_MARK = "the mark"
 MOST_CHARACTERS = 2**20
 _MOST_REPEATS = 2**16
 # The limits of the process that checks a template.
@@ -71,16 +72,21 @@ class JudgeTemplate:
         )
         try:
             self._template = self._environment.from_string(source)
-            self.names = meta.find_undeclared_variables(self._environment.parse(source))
+            parsed = self._environment.parse(source)
+            self.names = meta.find_undeclared_variables(parsed)
         except (TemplateError, RecursionError, SyntaxError) as error:
             line = getattr(error, "lineno", None)
             raise TemplateFails(f"{error}" + (f" (line {line})" if line else "")) from error
+        if (block := parsed.find(nodes.FilterBlock)) is not None:
+            raise TemplateFails(
+                f"{{% filter %}} would change marks, too; give each value its filter: {{{{ completion|upper }}}} (line {block.lineno})"
+            )
 
     def render(self, values: Mapping[str, Any], mark: str) -> str:
         """Return the text for a judge. Raises `TemplateFails`."""
         parts, size = [], 0
         try:
-            for part in self._template.generate({**values, "mark": Own(mark)}):
+            for part in self._template.generate({**values, _MARK: mark}):
                 parts.append(part)
                 size += len(part)
                 if size > MOST_CHARACTERS:
@@ -98,7 +104,9 @@ def _delimit(context: Context, value: Any) -> str:
         return str(value)
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str | Undefined):
         value = json.dumps(value, ensure_ascii=False, default=str)
-    mark = context["mark"]
+    mark = context[_MARK]
+    if mark in f"{value}":  # text of the template, with values that stand between marks: from a macro or a block
+        return f"{value}"
     return f"\n{mark}\n{value}\n{mark}\n"
 
 

@@ -14,7 +14,7 @@ import yaml
 from headrace import Sample
 from headrace.config import Config
 from headrace.config.environments import BUILT_IN, KINDS, ProgramConfig
-from tests.support.judge_server import JudgeServer, said
+from tests.support.judge_server import Answer, JudgeServer, said
 from tests.support.reward_hub import start_hub
 from tests.support.tiny_reward_model import make_reward_model
 
@@ -30,6 +30,16 @@ def examples() -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
 
 
 EXAMPLES = list(examples())
+LABELS = [line for line in PAGE.read_text().splitlines() if line.startswith('{"prompt": ') and '"score": ' in line]
+
+
+def judge(request: dict[str, Any]) -> Answer:
+    """Agrees with the labels, and gives 4 to all else."""
+    labels = map(json.loads, LABELS)
+    shown = request["messages"][1]["content"]
+    return said(
+        {"reason": "it is", "score": next((each["score"] for each in labels if f'"{each["completion"]}"' in shown), 4)}
+    )
 
 
 def examined() -> Iterator[Any]:
@@ -45,12 +55,15 @@ async def test_a_documented_environment_gives_the_documented_rewards(example: An
     configuration, lines = example
     Config.model_validate(configuration)
     rewards = [line.pop("reward") for line in lines]  # null: of a model that is made here
-    with JudgeServer(lambda _: said({"reason": "it is", "score": 4})) as server:
+    (tmp_path / "labels.jsonl").write_text("\n".join(LABELS))
+    with JudgeServer(judge) as server:
         for env in configuration["env"].values():
             if "model_name" in env:
                 env |= {"model_name": str(make_reward_model(tmp_path)), "device": "cpu"}
-            for judge in env.get("judges", []):  # those of the example are nowhere
-                judge |= {"base_url": server.base_url, "api_key_file": None, "tls_ca": None}
+            if "calibration" in env:
+                env["calibration"] = str(tmp_path / env["calibration"])
+            for each in env.get("judges", []):  # those of the example are nowhere
+                each |= {"base_url": server.base_url, "api_key_file": None, "tls_ca": None}
         async with start_hub(configuration["env"], workers=1) as hub:
             scores = await hub.score([Sample(**line) for line in lines])
     assert {score.status for score in scores} == {"SCORED"}, scores

@@ -295,6 +295,14 @@ async def test_an_overloaded_judge_is_asked_again_when_it_says_so() -> None:
     assert (second.status, len(server.requests)) == ("NOT_STARTED", 3)
 
 
+async def test_a_judge_overloaded_for_ever_leaves_the_budget() -> None:
+    """Without a growing pause it is asked hundreds of times."""
+    with JudgeServer(lambda _: (429, b"", {"Retry-After": "0"})) as server:
+        (score,) = await scored(env_of(server, timeout_s=1.0), sample("please"))
+    assert score.status == "NOT_STARTED"
+    assert len(server.requests) < 8
+
+
 def several(server: JudgeServer, **env: Any) -> dict[str, Any]:
     """One judge that is asked several times."""
     made = env_of(server, **env)

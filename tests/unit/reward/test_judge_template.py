@@ -44,7 +44,38 @@ def test_messages_and_columns_are_marked_too() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "{% set mark = 'x' %}{{ completion }}",
+        "{% macro show(text) %}{{ text }}{% endmacro %}{{ show(completion) }}",
+        "{% set shown %}{{ completion }}{% endset %}{{ shown }}",
+        "{% macro show() %}{{ caller() }}{% endmacro %}{% call show() %}{{ completion }}{% endcall %}",
+    ],
+)
+def test_marks_stand_in_pairs_however_a_value_is_printed(source: str) -> None:
+    assert rendered(source) == f"\n{MARK}\nc\n{MARK}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("{{ 70000 * 70000 }}", "4900000000"), ("{{ 2 ** 3 }}", "8"), ("{{ 0.5 }}", "0.5"), ("{{ true }}", "True")],
+)
+def test_numbers_stand_as_they_are(source: str, said: str) -> None:
+    assert rendered(source) == said
+
+
+def test_lines_of_statements_leave_no_lines() -> None:
+    assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "{{ reference }}",
+        "{{ 3 ** columns.n }}",
+        "{{ columns.n ** 3 }}",
+        "{{ columns.n * completion }}",
+        "{{ completion + columns.zero }}",
+        "{{ [1][5] }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ columns.lost }}",
         "{{ completion * columns.n }}",
         "{{ completion.__class__ }}",
@@ -71,6 +102,8 @@ def test_a_template_prints_no_more_than_a_judge_is_to_read() -> None:
         ("{% if columns.x %}{{ nope }}{% endif %}{{ completion }}", "'nope'"),
         ("{{ completion.__class__.__mro__ }}", "__class__"),
         ("{{ completion }", "line 1"),
+        ("\n{% filter upper %}{{ completion }}{% endfilter %}", "{% filter %} would change marks, too"),
+        ("{{ mark }}{{ completion }}", "'mark'"),
         ("{{ completion|foo }}", "foo"),
         ("{{ completion }}{% include '/etc/passwd' %}", "loader"),
         ("{{ question }}", "'completion'"),
