@@ -62,7 +62,9 @@ class LineageWriter:
         header = Header(SCHEMA, step, self._timeline, time.time(), tuple(group.id for group in groups))
         path = self._folder / f"step_{step}-{self._timeline}.jsonl.gz"
         with self._disk_errors():
-            self._folder.mkdir(parents=not self._changes, exist_ok=True)  # a run whose folder was deleted does not make it again
+            self._folder.mkdir(
+                parents=not self._changes, exist_ok=True
+            )  # a run whose folder was deleted does not make it again
             with atomic_write(path) as unfinished, gzip.open(unfinished, "wb", compresslevel=6) as file:
                 for line in (header, *records):
                     file.write(msgspec.json.encode(line) + b"\n")
