@@ -29,10 +29,21 @@ from tests.support.redis_servers import buffer_server
 
 # before torch is imported: a second thread on a busy core makes both slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# pydantic looks for plugins in all packages that are installed, in each process that a test starts; there are none
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 SEED = "HEADRACE_TEST_SEED"
 UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 WARM_UP_BATCH = 64
+# Their own process imports it, for which it takes seconds of a core.
+IMPORT_VLLM = {
+    "tests/integration/rollout/test_chat_format.py",
+    "tests/integration/rollout/test_generate.py",
+    "tests/integration/rollout/test_start.py",
+    "tests/integration/weights/test_failure_kinds.py",
+    "tests/integration/weights/test_worker_group.py",
+    "tests/unit/rollout/test_engine_arguments.py",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +125,19 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     if "PYTHONPATH" not in os.environ:
         for spec in specs:
             spec.python = forks.interpreter()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file goes as a whole to one of the processes that share the tests, and those that import vLLM all to the same one."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "vLLM" if file in IMPORT_VLLM else file
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -67,6 +67,15 @@ def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
     assert not top_level(modules_after(f"import {module}")) & HEAVY
 
 
+@pytest.mark.parametrize("module", ["plots", "batch_samples"])
+def test_what_commands_draw_with_loads_no_torch(module: str) -> None:
+    """`headrace up` draws a run's curves at its end, `headrace env try` a page of groups."""
+    assert not top_level(modules_after(f"import headrace_services.trainer.telemetry.{module}")) & {
+        "torch",
+        "transformers",
+    }
+
+
 def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
     loaded = modules_after("import headrace")
     assert {module for module in loaded if module.startswith("headrace")} <= SDK

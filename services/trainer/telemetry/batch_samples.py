@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console, Group
@@ -32,8 +32,10 @@ from headrace.run.samples import (
 )
 from headrace.run.token_texts import TokenTexts
 from headrace_services.trainer.data import Problem
-from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.plots import html_page, safe
+
+if TYPE_CHECKING:
+    from headrace_services.trainer.learning.batch import Batch
 
 # Tokens of a batch whose columns are made into lists together.
 _TOKENS = 1 << 16

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from xml.etree import ElementTree
 
 import matplotlib as mpl
@@ -28,8 +28,10 @@ from headrace.run.findings import long_wait
 from headrace.run.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step
 from headrace.run.history import CURVES, Metric
 from headrace.run.journal import JOURNAL, Kind, Line, iter_journal, surviving
-from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.telemetry.alarm import mean_errors
+
+if TYPE_CHECKING:
+    from headrace_services.trainer.learning.batch import Batch
 
 log = logging.getLogger(__name__)
 

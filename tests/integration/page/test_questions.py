@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, StorageState, expect
+from playwright.sync_api import Browser, expect
 
 from tests.support.browser import Person, Window, page_of
 from tests.support.page_runs import recorded_run, with_steps
@@ -27,16 +27,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def signed_in(site: str, chromium: Browser) -> StorageState:
-    return Window(chromium, site).context.storage_state()
+def signed_in(site: str, chromium: Browser) -> Window:
+    return Window(chromium, site)
 
 
 @pytest.fixture
-def window(site: str, chromium: Browser, signed_in: StorageState) -> Iterator[Window]:
-    window = Window(chromium, site, signed_in)
-    yield window
-    window.check()
-    window.context.close()
+def window(signed_in: Window) -> Iterator[Window]:
+    signed_in.faults.clear()
+    yield signed_in
+    signed_in.check()
 
 
 def test_why_is_it_slow(window: Window) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, StorageState, expect
+from playwright.sync_api import Browser, expect
 
 from headrace.run.journal import JOURNAL, Journal
 from tests.support.browser import NARROW, WIDE, Theme, Window, page_of
@@ -51,10 +51,9 @@ def site(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def signed_in(site: str, chromium: Browser) -> StorageState:
-    """What a browser keeps that was signed in."""
-    window = Window(chromium, site)
-    return window.context.storage_state()
+def wide(site: str, chromium: Browser) -> Window:
+    """Signed in. A window takes the browser longer to make than a view to show, so there is one."""
+    return Window(chromium, site)
 
 
 @pytest.fixture(
@@ -65,19 +64,19 @@ def signed_in(site: str, chromium: Browser) -> StorageState:
         pytest.param((NARROW, "dark"), id="narrow"),
     ],
 )
-def reading(request: pytest.FixtureRequest, site: str, chromium: Browser, signed_in: StorageState) -> Iterator[Window]:
+def reading(request: pytest.FixtureRequest, site: str, chromium: Browser, wide: Window) -> Iterator[Window]:
     width: int = request.param[0]
     theme: Theme = request.param[1]
-    window = Window(chromium, site, signed_in, width, theme)
+    window = Window(chromium, site, wide.context.storage_state(), width, theme)
     yield window
     window.context.close()
 
 
 @pytest.fixture
-def window(site: str, chromium: Browser, signed_in: StorageState) -> Iterator[Window]:
-    window = Window(chromium, site, signed_in)
-    yield window
-    window.context.close()
+def window(wide: Window) -> Iterator[Window]:
+    wide.faults.clear()
+    yield wide
+    wide.page.evaluate("localStorage.clear()")
 
 
 @pytest.mark.parametrize("address", VIEWS)
