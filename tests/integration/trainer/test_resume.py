@@ -169,16 +169,16 @@ async def test_ranks_that_die_continue_from_a_snapshot_to_the_last_bit(
 async def test_without_its_snapshot_a_trainer_continues_from_the_checkpoint(
     paired: dict[str, Any], replay: ReplayClient, limits: Limits, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The machine is gone, and its memory with it: at first there is no checkpoint yet."""
+    """The machine is gone, and its memory with it: at first there is no checkpoint yet. One rank is enough."""
     paired["checkpointing"]["save_period"] = 2
     await replay.open_run(dataclasses.replace(limits, max_age=0))
     trainer = Trainer(paired, tmp_path / "trainer.log")
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         for fault in ("after_snapshot:1", "after_snapshot:3"):
-            assert await trainer.run_ranks(2, fault) == [-9, 1], trainer.said()
+            assert await trainer.run(fault) == -9, trainer.said()
             (snapshots,) = (tmp_path / "memory").iterdir()
             shutil.rmtree(snapshots)
-        assert await trainer.run_ranks(2) == [0, 0], trainer.said()
+        assert await trainer.run() == 0, trainer.said()
     check_history(trainer)
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
     assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [0, 2]
