@@ -221,8 +221,13 @@ def _assume(config: Config, rates: Mapping[str, float | None], sigma: float) -> 
         )
     # a token takes token_s + per_sequence_s alone, and token_s + full * per_sequence_s in a full replica
     per_sequence_s = min((full / replica - 1 / alone) / (full - 1), MOST_SHARED / alone) if full > 1 else 0.0
-    rest: dict[str, Any] = {"lengths": spread(tokens, sigma, n), "training_s": training_s, "per_sequence_s": per_sequence_s}
-    return Workload(**given, **rest, token_s=1 / alone - per_sequence_s)
+    return Workload(
+        **given,
+        lengths=spread(tokens, sigma, n),
+        training_s=training_s,
+        token_s=1 / alone - per_sequence_s,
+        per_sequence_s=per_sequence_s,
+    )
 
 
 def _describe(

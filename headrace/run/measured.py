@@ -76,7 +76,7 @@ def measure(
     refit_s = min(refits) if given["drains"] else statistics.fmean(refits)
     algorithm = config.algorithm
     trajectories = algorithm.num_prompts_per_step * algorithm.num_generations_per_prompt
-    measured = {
+    measured: dict[str, Any] = {
         "prompts": _groups_a_step(steps, algorithm.num_prompts_per_step),
         "lengths": generation.lengths,
         "token_s": generation.token_s,

@@ -108,9 +108,9 @@ def test_a_number_that_was_too_few_is_not_tried_again() -> None:
 
 def test_nothing_is_wanted_at_the_end_of_the_data() -> None:
     """But the trainer needs a replica until its last groups are in a checkpoint: it ends a run whose fleet is gone."""
-    for rest in ({"finished": 3}, {"training": 3}):
-        assert decide(dataclasses.replace(LOOK, open=0, closed=True, **{"finished": 0, **rest})).replicas == 1
     end = dataclasses.replace(LOOK, open=0, finished=0, closed=True)
+    assert decide(dataclasses.replace(end, finished=3)).replicas == 1
+    assert decide(dataclasses.replace(end, training=3)).replicas == 1
     assert decide(end).replicas == 0
     assert decide(end, least=1).replicas == 1
     assert decide(dataclasses.replace(end, open=1)).replicas == 1
