@@ -190,9 +190,11 @@ class _Scorer:
 
     async def _take(self) -> Sequence[ScoringJob]:
         """Take as many trajectories from the buffer as may be sent now."""
-        most = {False: _MOST_IN_FLIGHT - len(self._held), True: _MOST_IN_FLIGHT - len(self._gathered)}
+        # Those that are gathered don't count. A limit on them would keep the last member of a group behind others of groups that are not
+        # complete.
+        most = _MOST_IN_FLIGHT - len(self._held)
         names = {*self._enqueued, *(name for hub in self._hubs for name in hub.statuses)}
-        room = {name: min(most[self._compares(name)], self._room(name)) for name in names}
+        room = {name: min(most, self._room(name)) for name in names}
         free = {name: count for name, count in room.items() if count > 0}
         return await self._client.take_scoring(free) if free else []
 
