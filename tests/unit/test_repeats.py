@@ -32,7 +32,7 @@ def test_more_kinds_than_there_is_room_for_are_counted_as_one() -> None:
     assert [repeats.due("9"), repeats.due("0")] == [4, 2]
 
 
-def test_messages_that_differ_in_numbers_or_long_quotations_alone_are_alike() -> None:
+def test_what_differs_in_numbers_or_long_quotations_is_alike() -> None:
     assert alike("failed 3 times:\n line 12") == alike("failed 14 times:  line 7")
     assert alike("KeyError: 'answer'") != alike("KeyError: 'anwser'")
     assert alike(f"answered {'a' * 50!r}, no") == alike(f"answered {'it said it' * 10 + chr(39)!r}, no")

@@ -52,7 +52,7 @@ def test_a_large_fleet_loses_as_many_as_an_autoscaler_follows() -> None:
         assert left >= 0.8 * fleet - 1
 
 
-def test_a_fleet_that_has_not_come_to_what_is_wanted_can_lose_a_replica() -> None:
+def test_a_fleet_that_is_still_growing_can_lose_a_replica() -> None:
     """The autoscaler's own bound is three, and training has become slower."""
     raised = follow(LOOK, steps(4, 7.5))
     assert raised.replicas == 8

@@ -86,7 +86,7 @@ class LLMJudgeConfig(ScoringConfig):
         description="a file of JSON lines (prompt, completion, score, extra_env_info) with the scores that people gave, on the scale. The "
         "judges judge them before they judge the run's, and the agreement is logged",
     )
-    min_agreement: MayChange[float | None] = Field(
+    min_agreement: Undecisive[MayChange[float | None]] = Field(
         None,
         ge=0,
         le=1,

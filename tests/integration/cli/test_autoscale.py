@@ -233,9 +233,7 @@ time.sleep(600)
 """
 
 
-async def test_a_process_that_loses_its_buffer_is_restarted_as_often_as_steps_are_taken(
-    tmp_path: Path, supervisor: Supervisor
-) -> None:
+async def test_steps_give_a_process_that_loses_its_buffer_new_starts(tmp_path: Path, supervisor: Supervisor) -> None:
     supervisor.policy = RestartPolicy(limit=1, first_delay_s=0.01)
     further = Processes(supervisor, program(tmp_path, LOSES_ITS_BUFFER), tmp_path)
     await further.add()

@@ -184,7 +184,7 @@ def test_what_calls_beyond_the_run_is_let_through() -> None:
     assert values["networkPolicies"]["outbound"] == {"rollout": [443], "trainer": [443], "reward": [50555]}
 
 
-def test_the_store_of_checkpoints_is_reached_and_its_credentials_are_asked_for() -> None:
+def test_the_credentials_of_the_store_are_asked_for() -> None:
     run = config(policy={"model_name": "models/tiny"}, checkpointing={"store": "s3://bucket/runs"})
     values, remarks = chart_values(run, Cluster())
     assert values["networkPolicies"]["outbound"] == {"trainer": [443]}

@@ -60,6 +60,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "compare": {"compare": "group"},
     "opponents": {"compare": "pairs", "opponents": 2},
     "samples": {"samples": 2, "judges": [{**JUDGE, "temperature": 1.0}]},
+    "calibration": {"calibration": "labels.jsonl"},
+    "min_agreement": {"calibration": "labels.jsonl", "min_agreement": 0.5},
+    "map_to_people": {"calibration": "labels.jsonl", "map_to_people": True},
     "retries": {"retries": 0},
     "vote": {"vote": "majority", "threshold": 0.5},
     "budget": {"budget": 9},
@@ -90,6 +93,7 @@ OTHER_OF_JUDGE: dict[str, Any] = {
 IDLE = {
     "timeout_s", "max_batch_size", "failure_share", "give_up_after", "unsafe_no_sandbox",
     "budget", "concurrency", "retries", "batch_size", "max_model_len", "api_key_file", "tls_ca",
+    "calibration", "min_agreement",
     "device",  # the process of the model says where it computes
 }  # fmt: skip
 # `code`: of a program that ran out of its own time, the tests for which no time is left are failed.

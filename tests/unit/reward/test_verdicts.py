@@ -86,7 +86,7 @@ def test_retry_after_in_seconds(header: str | None, seconds: float | None) -> No
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["text", "scores of others"])
-def test_a_judge_that_never_gives_a_verdict_is_told_once_and_then_counted(*, keyed: bool) -> None:
+def test_a_judge_without_verdicts_is_told_once_and_then_counted(*, keyed: bool) -> None:
     repeats, told = Repeats(clock=lambda: 0.0), 0
     for number in range(10_000):
         letters = str(number).translate(str.maketrans("0123456789", "abcdefghij"))

@@ -74,7 +74,7 @@ def test_the_hubs_token_goes_where_models_are_loaded() -> None:
     assert with_token == {"rollout", "trainer"}
 
 
-def test_the_credentials_of_the_store_go_to_the_trainer_as_the_shell_has_them() -> None:
+def test_the_trainer_has_the_shells_credentials_of_the_store() -> None:
     said = (DEPLOY.parent / "docs" / "operations.md").read_text().partition("*Credentials*")[2].partition("\n\n")[0]
     given = {*re.findall(r"`((?:AWS|GOOGLE|AZURE)_[A-Z_]+)`", said), "AWS_ENDPOINT_URL"}
     given.remove("GOOGLE_APPLICATION_CREDENTIALS")  # a file of the shell's machine

@@ -71,7 +71,7 @@ def test_a_checkpoint_is_published_before_the_fleet_gets_its_weights() -> None:
     assert at(**fresh, saved=True) is Action.REFIT
 
 
-def test_a_snapshot_is_taken_before_the_fleet_gets_its_weights_and_a_checkpoint_before_it() -> None:
+def test_checkpoint_then_snapshot_then_weights_for_the_fleet() -> None:
     fresh = {"refitted": False, "reply": None, "snapshot_due": True}
     assert at(**fresh) is Action.SNAPSHOT
     assert at(**fresh, version=4) is Action.CHECKPOINT

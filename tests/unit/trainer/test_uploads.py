@@ -526,9 +526,7 @@ def test_a_fetch_that_was_cut_takes_only_what_is_missing_or_different(
     assert (find_change(fetched), [name for name in s3.requests if "policy" in name]) == (None, [])
 
 
-def test_a_fetched_checkpoint_that_is_damaged_before_its_first_start_is_fetched_again(
-    s3: S3Server, machine: Make
-) -> None:
+def test_a_fetched_checkpoint_damaged_before_its_start_comes_again(s3: S3Server, machine: Make) -> None:
     first = machine("first")
     first.start("t1")
     first.publish(10)
@@ -559,9 +557,7 @@ def test_a_full_disk_says_that_a_fetch_goes_on(
     assert stored_run.fetch(first.store, None, tmp_path / "laptop", print) == 10
 
 
-def test_a_checkpoint_that_retention_removes_while_it_is_fetched_is_not_damaged(
-    s3: S3Server, machine: Make, tmp_path: Path
-) -> None:
+def test_a_checkpoint_removed_while_it_is_fetched_is_not_damaged(s3: S3Server, machine: Make, tmp_path: Path) -> None:
     first = machine("first")
     first.start("t1")
     first.publish(10)
