@@ -31,7 +31,7 @@ STATIC = Path(__file__).parent / "static"
 _AT_A_TIME = 2
 # An answer that took longer, in seconds, has used memory that the next ones don't need.
 _LONG_S = 0.1
-# From this size on an answer is compressed, for browsers at the far end of a tunnel: the timeline of a long run to a sixteenth. Streams are
+# From this size on an answer is compressed, for browsers at the far end of a tunnel: the timeline of a long run to a ninth. Streams are
 # not. No answer holds a secret that its length could tell (BREACH): tokens and cookies are in headers, which stay as they are, and the
 # cookie comes with no request of another site.
 _COMPRESSED_BYTES = 16 << 10

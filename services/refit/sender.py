@@ -259,11 +259,13 @@ class WeightSender:
         if source is not refit.source:
             refit.source, refit.manifest = source, self._manifest(source)
         rendezvous = await self._rendezvous(epoch, refit)
+        # before any member's: a member that gave up first would leave a transfer of which nobody could tell who held it up
+        deadline = time.monotonic() + rendezvous.timeout_s
         with _server_lost(epoch.id):
             epoch = await self._replay.begin_epoch(
                 epoch.id, rendezvous.encode(), refit.probe_logprobs.tolist(), *refit.tolerance
             )
-        failure = await self._transfer(epoch, rendezvous, refit)
+        failure = await self._transfer(epoch, rendezvous, refit, deadline)
         late: dict[str, str] = {}
         if failure is None:
             outcome = await self._await_proofs(epoch, refit)
@@ -414,11 +416,15 @@ class WeightSender:
             }
         return _AttemptOutcome.TOO_SLOW, {}
 
-    async def _transfer(self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit) -> WeightChannelError | None:
+    async def _transfer(
+        self, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit, deadline: float
+    ) -> WeightChannelError | None:
         """Broadcast on a thread while watching the members. Return why not all were reached, with the channel closed; None if they
         were."""
         with refit.timed("transfer"):
-            broadcast = asyncio.create_task(asyncio.to_thread(self._broadcast, epoch.members, rendezvous, refit))
+            broadcast = asyncio.create_task(
+                asyncio.to_thread(self._broadcast, epoch.members, rendezvous, refit, deadline)
+            )
             try:
                 while not broadcast.done():
                     await asyncio.wait((broadcast,), timeout=POLL_S)
@@ -443,11 +449,10 @@ class WeightSender:
                 raise
         return None
 
-    def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, refit: _Refit) -> None:
+    def _broadcast(self, members: tuple[str, ...], rendezvous: Rendezvous, refit: _Refit, deadline: float) -> None:
         """Run on a thread: open a channel to the group unless one is open, then send."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a new thread's device is 0
-        deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.derive_group(members)
         if self._channel is None or group != self._group[0]:
             self._close_channel()
