@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import main as torchrun
 
-from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_STOPPED, SAVE_DEADLINE_S, admit
+from headrace.net.service import EXIT_INTERNAL_ERROR, SAVE_DEADLINE_S, admit
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,12 +49,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _stop(*_: object) -> None:
-    """Until torchrun handles SIGTERM, while the machines meet: the first process of a container would ignore it."""
-    raise SystemExit(EXIT_STOPPED)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_STOPPED, die_with_parent
 from headrace_services.trainer import launch
-from tests.support.ports import free_port, listens
+from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 
@@ -68,16 +68,6 @@ def test_ranks_that_are_stopped_have_time_to_save(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     assert launcher.wait(60) == EXIT_STOPPED
     assert (tmp_path / "saved").exists()
-
-
-@pytest.mark.nightly  # the launcher's other signals are tested above
-def test_a_launcher_that_waits_for_its_peers_ends_at_once(tmp_path: Path) -> None:
-    port = free_port()
-    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    launcher = launched(tmp_path / "never.py", *meeting, "--rdzv-conf", "is_host=true")
-    wait_until(lambda: listens(port))
-    launcher.terminate()
-    assert launcher.wait(60) == EXIT_STOPPED
 
 
 def test_a_launcher_that_loses_its_peers_may_be_started_again(tmp_path: Path) -> None:
