@@ -27,12 +27,8 @@ from headrace.net.service import EXIT_INTERNAL_ERROR, SAVE_DEADLINE_S, admit
 def main(arguments: Sequence[str]) -> int:
     """Run the ranks and return the exit code: 128 plus the signal's number if a signal ended a rank or this process."""
     ranks, *program = arguments
-    options = [
-        "--shutdown-timeout",
-        f"{SAVE_DEADLINE_S:.0f}",
-        "--nproc-per-node",
-        ranks,
-    ]  # those in `program` replace them
+    # those in `program` replace them
+    options = ["--shutdown-timeout", f"{SAVE_DEADLINE_S:.0f}", "--nproc-per-node", ranks]
     if "--nnodes" not in program:
         options.append("--standalone")
     admit(True)  # torchrun doesn't hand the reserved port on to rank 0, which listens on it
