@@ -49,6 +49,7 @@ class Pair:
 async def pair(
     replay: ReplayClient, limits: Limits, tiny_model: Path, nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Pair]:
+    others = {*threading.enumerate()}  # a test before may have left a call behind that ends later
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # one way of NCCL is enough
     await tighten(replay, limits, replica_dead_s=2.0)
     await replay.rewind(0, TIMELINE)
@@ -58,7 +59,8 @@ async def pair(
         yield pair
         nccl.over.set()
         await pair.trainer.sender.aclose()
-    await eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("weight-channel")])
+    own = "weight-channel"
+    await eventually(lambda: not [each for each in {*threading.enumerate()} - others if each.name.startswith(own)])
 
 
 @pytest.mark.parametrize(
