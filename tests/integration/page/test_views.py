@@ -142,10 +142,12 @@ def test_a_view_that_is_drawn_hears_keys(window: Window) -> None:
     page.wait_for_url("**/runs/adder/groups/0-1")
 
 
-def test_a_view_that_is_opened_in_the_background_is_read(window: Window) -> None:
+def test_a_view_that_is_opened_in_the_background_is_read(site: str, chromium: Browser, wide: Window) -> None:
+    window = Window(chromium, site, wide.context.storage_state())  # of its own, whose pages stay in the background
     window.context.add_init_script("Object.defineProperty(document, 'hidden', { get: () => true })")
     window.open("/runs/adder/groups/0-10")
     assert "Story" in window.text()
+    window.context.close()
 
 
 def test_filters_are_part_of_the_address(window: Window) -> None:
