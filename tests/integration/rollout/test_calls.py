@@ -340,10 +340,13 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(
 async def test_law_4_a_refit_that_fails_its_proof_takes_the_calls_with_it(
     client: ReplicaClient, fleet: Fleet, replica: Process
 ) -> None:
-    call = await sampling(client, replica, long(min_version=1))
     fleet.policy.train()
+    made = [await sampling(client, replica, long(min_version=1))]
+    # one after the other: on a busy machine the first may be over before the weights are there
+    made += [asyncio.create_task(client.sample(long(min_version=1))) for _ in range(3)]
     assert (await fleet.refit(2, wrong_by=0.5)).verified == ()
-    assert await fenced(call) == "unhealthy"
+    assert await fenced(made[-1]) == "unhealthy"
+    await asyncio.gather(*made, return_exceptions=True)
     assert await fenced(client.sample(request())) == "unhealthy"
     assert await client.render([{"role": "user", "content": "x"}])
     assert len((await fleet.refit(2)).verified) == 1
