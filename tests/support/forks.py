@@ -159,6 +159,7 @@ def fork_ranks(count: int, target: Callable[..., None], *arguments: Any, log: Pa
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {
         "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),  # a test before may have left another one
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
