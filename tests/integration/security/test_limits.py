@@ -134,14 +134,15 @@ async def test_messages_of_a_stranger_to_grpc_take_no_memory(ports: Ports) -> No
         health = health_pb2_grpc.HealthStub(stranger)
         await health.Check(health_pb2.HealthCheckRequest())
         before = ports.forget()
-        answers = await asyncio.gather(*(stub.Score(many) for _ in range(8)), return_exceptions=True)
+        answers = await asyncio.gather(*(stub.Score(many) for _ in range(32)), return_exceptions=True)
         assert {each.code() for each in answers if isinstance(each, grpc.aio.AioRpcError)} == {
             grpc.StatusCode.UNAUTHENTICATED
         }
         too_much = [("x-much", "a" * 8 * MIB)]
         with pytest.raises(grpc.aio.AioRpcError, match="metadata"):
             await health.Check(health_pb2.HealthCheckRequest(), metadata=too_much)
-        assert ports.peak() - before < 2 * MOST_GROWTH
+        # half of the 192 MiB sent: TLS and windows hold less than a third, decoded messages held 345 MiB
+        assert ports.peak() - before < 2 * SENT
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
 
 
