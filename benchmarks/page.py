@@ -105,12 +105,12 @@ def long_sample(group: str, index: int, step: int, tokens: int, calls: int) -> d
         "messages": [message],
         "extra_env_info": {"answer": "2"},
         "content": "".join(words[place % 7] for place in range(tokens)),
+        **({"calls": parts} if calls else {}),
+        "token_ids": [place % 7 for place in range(tokens)],
         "prompt_token_ids": [1, 2, 3],
         "prompt_token_texts": ["What", " is", " it"],
-        "token_ids": [place % 7 for place in range(tokens)],
         "token_texts": [words[place % 7] for place in range(tokens)],
         **{name: [round(chance.gauss(0, 1), 6) for _ in range(tokens)] for name in COLUMNS},
-        **({"calls": parts} if calls else {}),
     }
 
 

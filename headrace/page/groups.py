@@ -25,7 +25,7 @@ from headrace.run.group_record import State
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
-from headrace.run.sample_files import FAILED_BYTES, Kind, SampleFiles, read_group, write_size
+from headrace.run.sample_files import FAILED_BYTES, Kind, SampleFiles, read_heads, write_size
 from headrace.run.samples import find_expected, write_prompt
 
 # Prompts with a text, of which the groups are found: counting and sorting those of more takes seconds.
@@ -320,7 +320,7 @@ def _sample_heads(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, Sampl
 def _read_heads(path: Path, summary: GroupSummary) -> Iterator[SampleHead]:
     """Yield the samples of one group in a file. Raises `CodecError`."""
     with contextlib.suppress(FileNotFoundError):
-        yield from read_group(check_file(path, path.parent), summary.id, SampleHead)
+        yield from read_heads(check_file(path, path.parent), summary.id, SampleHead)
 
 
 def _origins(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, Origin], list[str]]:

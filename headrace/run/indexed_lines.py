@@ -11,7 +11,7 @@ import gzip
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
 import msgspec
@@ -24,7 +24,11 @@ _FIELD = b"HR"
 _HEADER = struct.Struct("<4sIBBH")  # magic, time, flags, system, bytes of the extra field
 _EXTRA = struct.Struct("<2sHQ")  # the field's name, its bytes, bytes of the member without its header; then the keys
 
+# Bytes of a member that are read before `shorten` is asked, and then as many again.
+_PART_BYTES = 1 << 16
+
 Key = tuple[str, int | None]
+Shorten = Callable[[bytes], bytes | None]
 
 
 def write_lines(file: IO[bytes], lines: Iterable[tuple[Key, bytes]]) -> None:
@@ -50,9 +54,10 @@ def has_index(file: IO[bytes]) -> bool:
     return found.startswith(_MAGIC) and found[_HEADER.size :].startswith(_FIELD)
 
 
-def find_lines(file: IO[bytes], key: Key | str) -> Iterator[bytes]:
-    """Yield the lines of the members that have one with this key, or with this first part of a key. Raises `OSError`, `EOFError` or
-    `zlib.error` for a damaged file."""
+def find_lines(file: IO[bytes], key: Key | str, shorten: Shorten | None = None) -> Iterator[bytes]:
+    """Yield the lines of the members that have one with this key, or with this first part of a key. Of a member with a single line,
+    `shorten` is given the beginning, more of it each time, until it returns what is yielded in place of the line; the rest is not
+    decompressed. Raises `OSError`, `EOFError` or `zlib.error` for a damaged file."""
     whole = file.seek(0, os.SEEK_END)
     file.seek(0)
     while head := file.read(_HEADER.size + _EXTRA.size):
@@ -62,13 +67,29 @@ def find_lines(file: IO[bytes], key: Key | str) -> Iterator[bytes]:
         name, _, member_bytes = _EXTRA.unpack_from(head, _HEADER.size)
         if (magic, name) != (_MAGIC, _FIELD):
             raise OSError("a member has no index")
-        keys = file.read(extra_bytes - _EXTRA.size)
-        if any(key in (each, each[0]) for each in msgspec.json.decode(keys, type=list[Key])):
-            yield from gzip.decompress(head + keys + file.read(member_bytes)).splitlines(keepends=True)
-        else:
-            file.seek(member_bytes, os.SEEK_CUR)
-        if file.tell() > whole:
+        listed = file.read(extra_bytes - _EXTRA.size)
+        keys, begin = msgspec.json.decode(listed, type=list[Key]), file.tell()
+        if begin + member_bytes > whole:
             raise EOFError("the file ends in a member")
+        if any(key in (each, each[0]) for each in keys):
+            short = _shorten(file, member_bytes, shorten) if shorten is not None and len(keys) == 1 else None
+            if short is None:
+                file.seek(begin)
+                yield from gzip.decompress(head + listed + file.read(member_bytes)).splitlines(keepends=True)
+            else:
+                yield short
+        file.seek(begin + member_bytes)
+
+
+def _shorten(file: IO[bytes], member_bytes: int, shorten: Shorten) -> bytes | None:
+    """Return what `shorten` makes of the line of a member, from whose header's end the file is read; None for nothing."""
+    unpacker, begun, part = zlib.decompressobj(wbits=-zlib.MAX_WBITS), b"", _PART_BYTES
+    while member_bytes > 0:
+        begun += unpacker.decompress(file.read(min(part, member_bytes)))
+        if (short := shorten(begun)) is not None:
+            return short
+        member_bytes, part = member_bytes - part, 2 * part
+    return None
 
 
 def _member(keys: list[Key], block: bytearray) -> bytes:

@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.base.errors import CodecError, ServiceError
 from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line
-from headrace.run.indexed_lines import Key, find_lines, has_index, write_lines
+from headrace.run.indexed_lines import Key, Shorten, find_lines, has_index, write_lines
 from headrace.run.samples import StoredSample, view_record
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ Kind = Literal["train", "val", "val_failed"]
 FAILED = "failed_data.jsonl"
 # A file of failed completions that has grown to this size is moved to failed_data.1.jsonl, replacing an older one.
 FAILED_BYTES = 32 << 20
+# Where the lists by token begin in a line: `headrace.run.samples.record` writes them last.
+TOKENS = b',"token_ids":['
 _STEP = re.compile(r"(train|val|val_failed)_data_step(0|[1-9][0-9]*)\.jsonl\.gz")
 _REMEDY = (
     "free space there, set logger.log_dir, lower logger.keep_step_data_bytes, or logger.keep_step_data=0 to write none"
@@ -217,10 +219,23 @@ def _key(line: Mapping[str, Any]) -> Key:
     return line.get("group", ""), line.get("index")
 
 
-def read_group(path: Path, group: str, form: type[T]) -> Iterator[T]:
-    """Yield the lines of a sample file that are about a group, decoded; none if the file doesn't exist. The lines of other groups are not
-    decoded, and in a file with an index not unpacked. Raises `CodecError` for a file that can't be read."""
-    return _find_lines(path, group, None, form)
+def read_heads(path: Path, group: str, form: type[T]) -> Iterator[T]:
+    """Yield the lines of a sample file that are about a group, decoded, perhaps without their lists by token; none if the file doesn't
+    exist. Neither these lists, which are nearly all of a long line, nor the lines of other groups are unpacked, where the file has an
+    index. Raises `CodecError` for a file that can't be read."""
+    return _find_lines(path, group, None, form, _shorten)
+
+
+def _shorten(begun: bytes) -> bytes | None:
+    """Return a line that ends before its lists by token, of one that is known so far; None if they don't begin there."""
+    place = begun.find(TOKENS)
+    while place >= 0:
+        short = begun[:place] + b"}\n"
+        with contextlib.suppress(msgspec.DecodeError):  # what an environment attaches may have such a list too
+            # older builds wrote an episode's calls after these
+            return None if "prompt_token_ids" in msgspec.json.decode(short, type=dict[str, msgspec.Raw]) else short
+        place = begun.find(TOKENS, place + 1)
+    return None
 
 
 def _find(path: Path, group: str, index: int) -> Iterator[dict[str, msgspec.Raw]]:
@@ -228,11 +243,13 @@ def _find(path: Path, group: str, index: int) -> Iterator[dict[str, msgspec.Raw]
     return _find_lines(path, group, index, dict[str, msgspec.Raw])
 
 
-def _find_lines(path: Path, group: str, index: int | None, form: type[T]) -> Iterator[T]:
+def _find_lines(
+    path: Path, group: str, index: int | None, form: type[T], shorten: Shorten | None = None
+) -> Iterator[T]:
     needle = b'"group":' + msgspec.json.encode(group)
     try:
         with path.open("rb") as file:
-            for line in _lines(path, file, group if index is None else (group, index)):
+            for line in _lines(path, file, group if index is None else (group, index), shorten):
                 if needle not in line or not line.endswith(b"\n"):
                     continue
                 place = msgspec.json.decode(line, type=_Place)
@@ -244,11 +261,11 @@ def _find_lines(path: Path, group: str, index: int | None, form: type[T]) -> Ite
         raise _unreadable(path, error) from error
 
 
-def _lines(path: Path, file: IO[bytes], key: Key | str) -> Iterable[bytes]:
+def _lines(path: Path, file: IO[bytes], key: Key | str, shorten: Shorten | None) -> Iterable[bytes]:
     """Return the lines among which those with this key are: a few, or all in a file without an index."""
     if path.suffix != ".gz":
         return file
-    return find_lines(file, key) if has_index(file) else gzip.open(file)
+    return find_lines(file, key, shorten) if has_index(file) else gzip.open(file)
 
 
 def _decode(path: Path, kind: type[T]) -> list[T]:

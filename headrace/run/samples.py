@@ -319,14 +319,15 @@ def record(group: Group, trajectory: AnyTrajectory, score: Score, texts: TokenTe
         "messages": group.messages,
         "extra_env_info": group.extra_env_info,
         "content": trajectory.text,
+        **(_of_episode(trajectory, texts) if isinstance(trajectory, EpisodeTrajectory) else {}),
         "input_lengths": sum(
             path.prompt_token_ids.size + path.completion_token_ids.size for path in trajectory.paths()
         ),
-        "prompt_token_ids": prompt,
+        # from here on lists by token: a reader of the rest stops here (`sample_files.read_heads`)
         "token_ids": completion,
+        "prompt_token_ids": prompt,
         **({} if texts is None else {"prompt_token_texts": texts(prompt), "token_texts": texts(completion)}),
         "generation_logprobs": round_values(np.where(flat.loss_mask > 0, flat.logprobs, np.nan)),
-        **(_of_episode(trajectory, texts) if isinstance(trajectory, EpisodeTrajectory) else {}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import CodecError
+from headrace.page.groups import SampleHead
 from headrace.records.score import Score
-from headrace.records.trajectory import Group, Sampling, Span
+from headrace.records.trajectory import AnyTrajectory, Group, Sampling, Span
 from headrace.run import samples
-from headrace.run.sample_files import SampleFiles, read_group
-from headrace.run.samples import COLUMNS, MaskReason, StoredSample, failed_record, record
+from headrace.run.sample_files import SampleFiles, read_heads
+from headrace.run.samples import COLUMNS, MaskReason, failed_record, record
 from headrace.run.token_texts import TokenTexts
 from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample
@@ -47,11 +49,13 @@ def many(count: int, **more: Any) -> list[dict[str, Any]]:
     return [line(f"g{place // 4}", place % 4, **more) for place in range(count)]
 
 
+PLAYED = episode(
+    [call(-1, [1], [2, 3], version=3), call(0, [4], [5, 26], spans=(Span(3, 0, 1), Span(4, 1, 2)), trained=False)]
+)
+
+
 def test_a_view_has_the_columns_tokens_and_calls_of_one_trajectory(tmp_path: Path) -> None:
-    played = episode(
-        [call(-1, [1], [2, 3], version=3), call(0, [4], [5, 26], spans=(Span(3, 0, 1), Span(4, 1, 2)), trained=False)]
-    )
-    played = msgspec.structs.replace(played, artifacts={"board": [1]})
+    played = msgspec.structs.replace(PLAYED, artifacts={"board": [1]})
     score = Score("SCORED", 0.5, {"exact": 0.5}, metadata={"judge": "well argued"})
     of_step = {"step": 7, "token_losses": [0.5, -0.25, None, None], "ratios": None}
     group = f'{GROUP.id}"\\'
@@ -114,9 +118,36 @@ def test_only_the_line_that_is_asked_for_is_unpacked(tmp_path: Path, monkeypatch
     assert len(unpacked) == 3
     assert max(unpacked) < 400_000, "of 1.2 MB"
     (path,) = tmp_path.iterdir()
-    found_group = list(read_group(path, "g5", StoredSample))
+    found_group = list(read_heads(path, "g5", SampleHead))
     assert [(one.group, one.index) for one in found_group] == [("g5", place) for place in range(4)]
     assert len(unpacked) <= 5
+
+
+@pytest.mark.parametrize("one", [PLAYED, PLAYED.flat()], ids=["an episode", "a completion"])
+def test_of_a_long_line_what_precedes_its_tokens_is_unpacked(tmp_path: Path, one: AnyTrajectory) -> None:
+    """The tokens are overwritten: whoever unpacked them would fail."""
+    noise = [random.Random(0).random() for _ in range(100_000)]
+    # what an environment attaches looks like the tokens
+    score = Score("SCORED", 0.5, metadata={"a": 1, "token_ids": [7]})
+    line = {**record(GROUP, one, score), "token_losses": noise}
+    files = SampleFiles(tmp_path, None)
+    files.write("train", 7, [line])
+    path = files.path("train", 7)
+    written = path.read_bytes()
+    path.write_bytes(written[: -len(written) // 2] + b"\0" * (len(written) // 2))
+    (head,) = read_heads(path, GROUP.id, SampleHead)
+    assert (head.metadata, head.content, len(head.calls)) == (score.metadata, one.text, len(line.get("calls", [])))
+    with pytest.raises(CodecError, match=path.name):
+        files.view("train", 7, GROUP.id, one.index)
+
+
+def test_of_a_line_of_an_older_build_the_calls_are_found_behind_the_tokens(tmp_path: Path) -> None:
+    line = {**record(GROUP, PLAYED, Score("SCORED", 0.5)), "token_losses": [0.5] * 100_000}
+    calls, ids = line.pop("calls"), line.pop("token_ids")
+    files = SampleFiles(tmp_path, None)
+    files.write("train", 7, [{**line, "token_ids": ids, "calls": calls}])
+    (head,) = read_heads(files.path("train", 7), GROUP.id, SampleHead)
+    assert len(head.calls) == len(calls) > 1
 
 
 def test_every_reader_of_gzip_reads_an_indexed_file(tmp_path: Path) -> None:
@@ -138,7 +169,7 @@ def test_a_file_of_before_is_read_without_index_texts_or_columns(tmp_path: Path)
     assert list(found["columns"]) == ["generation_logprobs"]
     assert found["metadata"] == found["artifacts"] == {}
     assert found["calls"] == []
-    assert [one.index for one in read_group(files.path("train", 7), "g1", StoredSample)] == [0, 1, 2, 3]
+    assert [one.index for one in read_heads(files.path("train", 7), "g1", SampleHead)] == [0, 1, 2, 3]
     assert len(files.samples("train", 7)) == 8
 
 
