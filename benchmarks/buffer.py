@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from redis.asyncio import Redis
 
 from headrace.records.trajectory import Group, Sampling
 from headrace.replay import Limits, ReplayClient
@@ -78,3 +80,20 @@ async def refit(replay: ReplayClient, version: int, replicas: Sequence[str]) -> 
     for replica in replicas:
         await replay.verify(replica, epoch, [0.0])
     await replay.end_epoch(epoch, aborted=False)
+
+
+async def usage(redis: Redis) -> dict[str, float]:
+    """What the server has spent so far: seconds, commands and bytes."""
+    info = await redis.info("everything")
+    return {
+        "cpu": float(info["used_cpu_user"]) + float(info["used_cpu_sys"]),
+        "wall": time.perf_counter(),
+        "calls": float(info["total_commands_processed"]),
+        "in": float(info["total_net_input_bytes"]),
+        "out": float(info["total_net_output_bytes"]),
+    }
+
+
+def describe_calls(seconds: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(seconds, (50, 99)) * 1e3
+    return {"count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99)}

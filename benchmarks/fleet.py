@@ -35,11 +35,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.buffer import group, limits, server
+from benchmarks.buffer import describe_calls, group, limits, server, usage
 from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
@@ -270,7 +269,7 @@ class Fleet:
         self._step += 1
         if self._step == self.warm_up:
             self.figures = Figures(began=self.now, dropped_before=await self._dropped())
-            self._usage = await _usage(self._service.redis)
+            self._usage = await usage(self._service.redis)
         if self._step % 5 == 0:
             await self._timed("commit", self._service.commit(self._step - 1, self._timeline))
         return True
@@ -340,8 +339,8 @@ class Fleet:
 
     async def _report(self, wall_s: float) -> dict[str, Any]:
         figures, stats = self.figures, await self._service.stats()
-        usage = await _usage(self._service.redis)
-        used = {name: usage[name] - self._usage[name] for name in usage}
+        now = await usage(self._service.redis)
+        used = {name: now[name] - self._usage[name] for name in now}
         elapsed = self.now - figures.began
         dropped = await self._dropped() - figures.dropped_before
         generated, trained = np.mean(figures.generated), np.mean(figures.trained)
@@ -361,7 +360,7 @@ class Fleet:
             "age_bound": self.age,
             "age_of_groups": dict(sorted(figures.ages.items())),
             "age_of_tokens_that_count": dict(sorted(figures.counted_ages.items())),
-            "calls": {name: _call(seconds) for name, seconds in figures.calls.items()},
+            "calls": {name: describe_calls(seconds) for name, seconds in figures.calls.items()},
             "server_cpu_s_per_step": used["cpu"] / self.steps,
             "server_cpu_share": used["cpu"] / used["wall"],
             "server_calls_per_step": used["calls"] / self.steps,
@@ -370,22 +369,6 @@ class Fleet:
             "server_memory_bytes": int((await self._service.redis.info("memory"))["used_memory"]),
             "wall_s": wall_s,
         }
-
-
-async def _usage(redis: Redis) -> dict[str, float]:
-    info = await redis.info("everything")
-    return {
-        "cpu": float(info["used_cpu_user"]) + float(info["used_cpu_sys"]),
-        "wall": time.perf_counter(),
-        "calls": float(info["total_commands_processed"]),
-        "in": float(info["total_net_input_bytes"]),
-        "out": float(info["total_net_output_bytes"]),
-    }
-
-
-def _call(seconds: Sequence[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(seconds, (50, 99)) * 1e3
-    return {"count": len(seconds), "p50_ms": float(p50), "p99_ms": float(p99)}
 
 
 ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
