@@ -143,6 +143,8 @@ class Load:
         leases: list[Lease] = []
         while not leases:
             leases = await self._timed("lease", client.lease(name, 1))
+            if not leases:
+                await client.wait_work(1.0)
         await self._timed("heartbeat", client.heartbeat(name, [lease.token for lease in leases]))
         for lease in leases:
             for index in range(GENERATIONS):
@@ -153,7 +155,10 @@ class Load:
         places, leases = self._size.episodes // self._size.runners, list[Lease]()
         while len(leases) < places // GENERATIONS:
             free = places - GENERATIONS * len(leases)
-            leases += await self._timed("lease_episodes", client.lease_episodes(name, free))
+            found = await self._timed("lease_episodes", client.lease_episodes(name, free))
+            leases += found
+            if not found:
+                await client.wait_work(1.0)
         await self._timed("runner_heartbeat", client.runner_heartbeat(name, [lease.token for lease in leases]))
         await self._together(self._play(client, lease, i, name) for lease in leases for i in range(GENERATIONS))
 
@@ -170,7 +175,7 @@ class Load:
         while left:
             jobs = await self._timed("take_scoring", self._service.take_scoring(room))
             if not jobs:
-                await asyncio.sleep(0.01)
+                await self._service.wait_scoring(1.0)
                 continue
             scores = [(job, Score("SCORED", job.trajectory.index / GENERATIONS)) for job in jobs]
             assert not any(await self._timed("score", self._service.score_many(scores)))
@@ -242,11 +247,10 @@ def show(size: Size, results: dict[int, dict[str, Any]]) -> None:
         table.add_row(name, *(f"{result[name]:,.3g}" for result in results.values()))
     table.add_section()
     for name in sorted(first["calls"]):
-        cells = (
-            f"{c['p50_ms']:.1f}, {c['p99_ms']:.1f}" for c in (result["calls"][name] for result in results.values())
-        )
-        table.add_row(f"{name}: p50, p99 in ms", *cells)
-    Console(width=120).print(table)
+        calls = [result["calls"][name] for result in results.values()]
+        cells = (f"{each['p50_ms']:.1f}, {each['p99_ms']:.1f}" for each in calls)
+        table.add_row(f"{name} ({calls[0]['count'] / size.steps:,.0f} a step): p50, p99 in ms", *cells)
+    Console(width=140).print(table)
 
 
 def main() -> None:

@@ -15,18 +15,20 @@ limit('ahead_steps', natural)
 
 -- The most groups that this replica may get, so that waiting replicas get as many. `room`: train groups that admission allows.
 local function share_of(run, taker, room)
-  local mine = redis.call('SCARD', run.base .. 'h:' .. taker.holder)
-  local waiting, held = 0, mine
-  for _, id in ipairs(redis.call('ZRANGE', registry_of(run, taker.holder), 0, -1)) do
-    if id ~= taker.holder and redis.call('HGET', replica_key(run, id), 'waits') == '1' and may_lease(run, id) then
-      waiting, held = waiting + 1, held + redis.call('SCARD', run.base .. 'h:' .. id)
-    end
-  end
-  if waiting == 0 then return taker.most end
   local there = math.min(math.max(room, 0), redis.call('ZCARD', queue_of(run, 'train')))
   for _, key in ipairs({of_kind(run, 'orphans'), queue_of(run, 'validation'), of_kind(run, 'passed')}) do
     there = there + redis.call('ZCARD', key)
   end
+  -- what a thousand waiting replicas find most often: they are not asked, and none of them gets anything
+  if there == 0 and redis.call('EXISTS', run.base .. 'broken') == 0 then return taker.most end
+  local mine = redis.call('SCARD', run.base .. 'h:' .. taker.holder)
+  local waiting, held = 0, mine
+  for _, id in ipairs(redis.call('SMEMBERS', run.base .. 'waiting')) do
+    if id ~= taker.holder and may_lease(run, id) then
+      waiting, held = waiting + 1, held + redis.call('SCARD', run.base .. 'h:' .. id)
+    end
+  end
+  if waiting == 0 then return taker.most end
   -- at least one, for a broken environment's probe: the replica that holds the fewest can always take it
   local share = math.ceil((math.max(there, 1) + held) / (waiting + 1))
   return math.min(taker.most, math.max(0, share - mine))
@@ -51,7 +53,9 @@ local function lease_to(run, taker)
     local room = bound - redis.call('ZCARD', run.base .. 'line')
     lease_from(run, 'train', taker, room > 0 and room or room_for_probe(run, taker))
   end
-  if not taker.kind then redis.call('HSET', replica_key(run, taker.holder), 'waits', not apart and #taker.leases < asked and 1 or 0) end
+  if not taker.kind then
+    redis.call(not apart and #taker.leases < asked and 'SADD' or 'SREM', run.base .. 'waiting', taker.holder)
+  end
   return {timeline = run.timeline, incarnation = run.incarnation, version = taker.version, leases = taker.leases}
 end
 

@@ -28,6 +28,7 @@
 --   rejected    string  nonce of the newest rejection of a step
 --   refusals    hash    code -> calls refused (law 4)      requeues   hash    cause -> groups requeued, passed on
 --   replicas    zset    replicas by the time they are due  r:<id>     hash    a replica; h:<id> set of groups it holds
+--   waiting     set     replicas that got less than they asked for at their newest lease
 --   runners     zset    runners likewise, each as `runner <id>`; its hash, its set and its groups use that name
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
 --   epochs      set     every epoch of this timeline

@@ -63,3 +63,26 @@ async def test_law_6_a_replica_that_has_left_has_no_share(replay: ReplayClient, 
     await train(replay, replicas, held)
     await replay.deregister(second)
     assert len(await replay.lease(first, ALL)) == room
+
+
+async def test_of_a_large_fleet_only_what_can_be_leased_is_shared(replay: ReplayClient, room: int) -> None:
+    """A lease that finds nothing, and one while nobody waits, cost as much among forty replicas as among a few."""
+    replicas = await healthy(replay, 40)
+    first, second, *others = replicas
+
+    async def commands(replica: str) -> int:
+        async def count() -> int:
+            stats = await replay.redis.info("commandstats")
+            return sum(
+                stats[f"cmdstat_{name}"]["calls"] for name in ("hget", "hmget", "scard") if f"cmdstat_{name}" in stats
+            )
+
+        before = await count()
+        await replay.lease(replica, room)
+        return await count() - before
+
+    assert await commands(first) < 40 + room * 10
+    assert await commands(second) < 20
+    for each in others:
+        assert await replay.lease(each, ALL) == []
+    assert await commands(second) < 20
