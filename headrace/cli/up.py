@@ -39,6 +39,7 @@ def up(
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
     examined = preflight.examine(config, given)
+    common.check_engine("up")
     fetch_newest(examined.config)
     # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
     loaded, changes = runs.prepare(config, given)

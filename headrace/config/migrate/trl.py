@@ -19,7 +19,7 @@ from headrace.config.migrate.draft import (
     put_trackers,
     read_scalar,
 )
-from headrace.config.migrate.python_script import Reward, Script, environment_name, read_script
+from headrace.config.migrate.python_script import TRLS, Reward, Script, environment_name, read_script, reward_of_model
 from headrace.config.migrate.schedules import put_schedule
 from headrace.config.migrate.trl_keys import TABLE
 
@@ -421,14 +421,20 @@ def _environments(draft: Draft, script: Script) -> None:
     named = draft.given.get("reward_funcs")
     for each in named if isinstance(named, list) else []:
         module, _, name = str(each).rpartition(".")
-        rewards.append(Reward(environment_name(name), f"rewards.py:{environment_name(name)}"))
-        draft.add(f"rewards.py beside the configuration, with `from {module or 'trl.rewards'} import {name}`")
+        own = environment_name(name)
+        is_built_in = module in ("", "trl.rewards") and name in TRLS
+        rewards.append(Reward(own, TRLS[name] if is_built_in else {"target": f"rewards.py:{own}"}))
+        if not is_built_in:
+            draft.add(f"rewards.py beside the configuration, with `from {module or 'trl.rewards'} import {name}`")
     if isinstance(model := draft.given.get("reward_model_name_or_path"), str):
-        rewards.append(Reward(environment_name(model.rpartition("/")[2]), None, model))
+        rewards.append(reward_of_model(model))
     for reward in rewards:
-        options = {"target": reward.target} if reward.target else {"type": "reward_model", "model_name": reward.model}
         flags = draft.those_given("reward_funcs", "reward_model_name_or_path")
-        draft.put(("env", reward.name), options, *flags, says="" if flags else "reward_funcs")
+        draft.put(("env", reward.name), dict(reward.options), *flags, says="" if flags else "reward_funcs")
+        if reward.options == TRLS["accuracy_reward"]:
+            draft.put(
+                ("data", "default", "output_key"), "solution", says="the column that accuracy_reward compares with"
+            )
     own = rewards[0].name if rewards else None
     if len(rewards) > 1:
         weights = draft.value("reward_weights", [1.0]) or [1.0] * len(rewards)
@@ -456,6 +462,7 @@ def _environments(draft: Draft, script: Script) -> None:
 
 def _data_sets(draft: Draft, script: Script) -> None:
     train, evaluation = script.data, script.evaluation
+    draft.put(("data", "remove_duplicates"), False, says="TRL keeps equal prompts")
     if isinstance(path := draft.given.get("dataset_name"), str):
         subset = {"subset": draft.given["dataset_config"]} if draft.given.get("dataset_config") else {}
         train = {"data_path": path, **subset, "split": draft.given.get("dataset_train_split", "train")}
@@ -463,8 +470,8 @@ def _data_sets(draft: Draft, script: Script) -> None:
             evaluation = {"data_path": path, **subset, "split": draft.given.get("dataset_test_split", "test")}
     if train is None:
         draft.add(
-            "data.train: only running the script would tell its data set; write its rows to a JSONL or Parquet file and "
-            "name it in data_path"
+            "data.train: only running the script would tell its data set; write its rows to a JSONL or Parquet file and name it in "
+            "data_path, or name a function that returns them in dataset_name (docs/data.md, Code of your own)"
         )
     else:
         draft.put(

@@ -11,6 +11,10 @@ import pytest
 
 import headrace
 from headrace.base.errors import ConfigError, HeadraceError, ServiceError
+from headrace.launch import runs
+from headrace.run import now
+from headrace.run.history import RUN_LOCK
+from headrace.run.now import EnvironmentNow, Now
 from tests.support.page_runs import PROMPTS, SAMPLES, STEPS, recorded_run
 from tests.support.past_run import past_run
 
@@ -88,6 +92,24 @@ def test_waiting_for_a_run_that_failed_raises_its_reason(tmp_path: Path) -> None
     with pytest.raises(ServiceError, match="the disk is full"):
         run.wait()
     assert run.stop() is run
+
+
+def test_waiting_for_a_run_tells_once_which_environment_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recorded_run(tmp_path, state="running")
+    monkeypatch.setattr("headrace.api.run._POLL_S", 0.01)
+    broken = EnvironmentNow("math", 3, 0, broken=True, message=f"KeyError: {HOSTILE}")
+    now.write(folder, Now(1.0, 0, -1, False, {}, {}, [], [], [broken, EnvironmentNow("other", 0, 0, broken=False)], []))
+    run = headrace.Run(folder)
+    with runs.held(folder / RUN_LOCK, "", ""):
+        assert "waits for environment math: KeyError" in repr(run)
+        with pytest.raises(TimeoutError):
+            run.wait(timeout=0.2)
+    assert capsys.readouterr().out.count("waits for environment math: KeyError") == 1
+    assert "waits" not in repr(run)
+    (folder / now.NOW).write_text("{")
+    assert "waits" not in repr(run)
 
 
 def test_waiting_for_a_run_that_has_ended_returns_it(run: headrace.Run) -> None:
