@@ -38,6 +38,10 @@ class ProgressDisplay:
         # lines that an earlier start wrote are in a picture, and not shown again as text
         self._read = 0 if self._handle else size(journal)
         self._console = None if self._handle else LineDisplay(Console(soft_wrap=True))
+        if self._console is not None:
+            self._console.print(
+                f"run {journal.parent.name} is in {journal.parent}; `headrace page {journal.parent}` shows it"
+            )
         self._drawn_at = -math.inf
 
     def update(self, outline: RunHistory) -> None:

@@ -57,8 +57,9 @@ def _command(name: str) -> Any:
 
 
 def _unwrap(command: Any) -> None:
-    """Make each paragraph of the help one line, which a terminal breaks at its own width."""
+    """Make each paragraph of the help one line, which a terminal breaks at its own width, and the first what lists of commands say."""
     command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
+    command.short_help = command.help.partition("\n")[0]  # or else lists of commands have its first words
     for inner in getattr(command, "commands", {}).values():
         _unwrap(inner)
 

@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from headrace.base.errors import ConfigError
 from headrace.config.migrate.draft import (
     NO_SUCH_LOSS,
@@ -22,6 +24,8 @@ from headrace.config.migrate.draft import (
 from headrace.config.migrate.python_script import TRLS, Reward, Script, environment_name, read_script, reward_of_model
 from headrace.config.migrate.schedules import put_schedule
 from headrace.config.migrate.trl_keys import TABLE
+
+_LISTS = ("reward_funcs", "lora_target_modules", "reward_weights")  # of a command, even of one word
 
 
 def migrate(source: str, processes: int = 1, steps: int | None = None, folder: Path = Path()) -> Draft:
@@ -69,9 +73,25 @@ def _flags(words: list[str]) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for name, values in found.items():
         read = [read_scalar(value.rstrip(",")) for value in values]
-        is_list = name in ("reward_funcs", "lora_target_modules", "reward_weights")
-        known[name] = read if is_list or len(read) > 1 else True if not read else read[0]
-    return known
+        known[name] = read if name in _LISTS or len(read) > 1 else True if not read else read[0]
+    config = str(known.get("config"))
+    return {**_in_file(known.pop("config")), **known} if os.path.isfile(config) else known
+
+
+def _in_file(config: str) -> dict[str, Any]:
+    """Return the flags in the YAML file of `--config`."""
+    try:
+        found = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {config} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {config} is not a mapping of flags; leave it out, or correct it")
+    return {str(name): _of_file(str(name), value) for name, value in found.items()}
+
+
+def _of_file(name: str, value: Any) -> Any:
+    value = read_scalar(value) if isinstance(value, str) else value  # YAML takes 1e-6 for text
+    return [value] if name in _LISTS and not isinstance(value, list) else value
 
 
 def _draft(script: Script, processes: int, steps: int | None) -> Draft:
@@ -79,6 +99,8 @@ def _draft(script: Script, processes: int, steps: int | None) -> Draft:
     draft.files |= script.files
     for text in dict.fromkeys(script.to_add):
         draft.add(text)
+    if "config" in draft.given:
+        draft.note("config", "this file is not here, so its keys were not read", draft.to_add)
     model = draft.value("model")
     if isinstance(model, str):
         draft.put("policy.model_name", model, "model")

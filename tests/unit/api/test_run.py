@@ -78,6 +78,13 @@ def test_more_groups_than_are_asked_for_at_a_time_are_all_there(
     assert run.groups().to_arrow().column("id").to_pylist() == everything
 
 
+def test_a_state_or_sort_that_there_is_not_is_refused_at_once(run: headrace.Run) -> None:
+    with pytest.raises(ConfigError, match="'trainned': it is one of queued"):
+        run.groups(states=["trainned"])
+    with pytest.raises(ConfigError, match="'-rewards': it is one of order"):
+        run.groups(sort="-rewards")
+
+
 def test_a_picture_has_the_curves_and_nothing_that_a_run_wrote_acts(tmp_path: Path) -> None:
     run = headrace.Run(recorded_run(tmp_path, text=HOSTILE, state="failed", reason=HOSTILE))
     picture = run._repr_html_()

@@ -277,6 +277,28 @@ def test_the_flags_of_a_command_count_over_the_script(tmp_path: Path) -> None:
     assert draft.values()["env"]["accuracy_reward"] == {"type": "math"}
 
 
+def test_the_file_of_a_command_is_read_and_its_flags_count_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "model_name_or_path: Q\nlearning_rate: 1e-5\nreward_funcs: accuracy_reward\nmax_steps: 9\nfoo: [1]\n"
+    )
+    draft = trl.migrate(f"trl grpo --config {file} --max_steps 5 --dataset_name a/b")
+    found = flat(draft.values())
+    assert (found["policy.model_name"], found["policy.optimizer.kwargs.lr"], found["grpo.max_num_steps"]) == (
+        "Q",
+        1e-5,
+        5,
+    )
+    assert found["env.accuracy_reward"] == {"type": "math"}
+    assert any(line.startswith("foo") for line in draft.missing)
+    for text in ("[1]", "a: ["):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="--config"):
+            trl.migrate(f"trl grpo --config {file}")
+    file.unlink()
+    assert any("not here" in line for line in trl.migrate(f"trl grpo --config {file}").to_add)
+
+
 def test_what_a_script_sets_after_it_read_its_flags_counts(tmp_path: Path) -> None:
     """As TRL's own examples do."""
     (tmp_path / "train.py").write_text(
