@@ -7,7 +7,7 @@ import builtins
 import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.base.python_names import bound_names, global_names
@@ -62,7 +62,7 @@ def _before(body: Iterable[ast.stmt], trainer: ast.AST | None) -> Iterator[ast.s
             yield statement
 
 
-def _needed(statements: Sequence[ast.stmt], needed: set[str], elsewhere: dict[str, ast.stmt]) -> Iterator[ast.stmt]:
+def _needed(statements: Sequence[ast.stmt], needed: set[str], elsewhere: Mapping[str, ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements that make the names, or change a variable among them."""
     variables = needed - {
         name for each in statements if isinstance(each, (*_DEFINITIONS, *_IMPORTS)) for name in _bound(each)

@@ -443,9 +443,9 @@ def _environments(draft: Draft, script: Script) -> None:
     named = draft.given.get("reward_funcs")
     for each in named if isinstance(named, list) else []:
         module, _, name = str(each).rpartition(".")
-        own = environment_name(name)
         is_built_in = module in ("", "trl.rewards") and name in TRLS
-        rewards.append(Reward(own, TRLS[name] if is_built_in else {"target": f"rewards.py:{own}"}))
+        written = {"target": f"rewards.py:{environment_name(name)}"}
+        rewards.append(Reward(environment_name(name), TRLS[name] if is_built_in else written))
         if not is_built_in:
             draft.add(f"rewards.py beside the configuration, with `from {module or 'trl.rewards'} import {name}`")
     if isinstance(model := draft.given.get("reward_model_name_or_path"), str):

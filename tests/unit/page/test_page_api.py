@@ -249,7 +249,7 @@ def test_a_trajectory_is_read_token_by_token(client: TestClient) -> None:
     assert (found["total"], found["first"], [token["id"] for token in found["tokens"]]) == (2, 1, [6])
     assert found["columns"]["advantages"] == [None]
     gone = ask(client, "/api/runs/adder/groups/0-0")["unkept"]
-    assert "removed by the bound logger.keep_step_data_bytes" in gone
+    assert "moved, not copied" in gone
     assert gone in ask(client, "/api/runs/adder/groups/0-0/trajectories/1", 404)["detail"]
     assert ask(client, "/api/runs/adder/groups/0-10")["unkept"] is None
 
