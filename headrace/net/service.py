@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import logging
 import os
 import resource
 import signal
@@ -317,7 +318,24 @@ async def serve_openly(
         yield
     finally:
         server.should_exit = True
-        await task
+        with _silent_about_cut_off():
+            await task
+
+
+@contextlib.contextmanager
+def _silent_about_cut_off() -> Iterator[None]:
+    """Callers that still read when a server ends, as a page that follows does, are cut off, which is no error."""
+
+    def is_error(record: logging.LogRecord) -> bool:
+        raised = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(raised, asyncio.CancelledError) or str(record.msg).startswith("Cancel "))
+
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(is_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_error)
 
 
 def stop_signals() -> list[signal.Signals]:
