@@ -21,7 +21,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from headrace.net.service import die_with_parent, importing
+from headrace.base.parent import die_with_parent
+from headrace.net.service import importing
 
 IMPORTS = {
     "trainer": (
