@@ -21,7 +21,7 @@ from headrace.base.errors import HeadraceError, StoppedByAlarm
 from headrace.cli.commands import COMMANDS
 from headrace.cli.common import App, print_error
 from headrace.launch.shell import open_standard_streams
-from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
+from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR, importing
 
 
 class _Imported(Mapping[str, Any]):
@@ -40,7 +40,8 @@ class _Imported(Mapping[str, Any]):
 @functools.cache
 def _command(name: str) -> Any:
     module, _, attribute = COMMANDS[name].partition(":")
-    found = getattr(import_module(f"headrace.cli.{module}"), attribute)
+    with importing():
+        found = getattr(import_module(f"headrace.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
         command: Any = typer.main.get_group(found)
     else:
