@@ -22,7 +22,7 @@ from headrace.base.errors import HeadraceError, StoppedByAlarm
 from headrace.cli.commands import SECTIONS
 from headrace.cli.common import App, print_error
 from headrace.launch.shell import open_standard_streams
-from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
+from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR, importing
 
 _PLACES = {name: (section, place) for section, places in SECTIONS.items() for name, place in places.items()}
 
@@ -44,7 +44,8 @@ class _Imported(Mapping[str, Any]):
 def _command(name: str) -> Any:
     section, place = _PLACES[name]
     module, _, attribute = place.partition(":")
-    found = getattr(import_module(f"headrace.cli.{module}"), attribute)
+    with importing():
+        found = getattr(import_module(f"headrace.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
         command: Any = typer.main.get_group(found)
     else:

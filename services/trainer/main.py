@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.base.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
 from headrace.base.model_name import check_model_name, check_tokenizer_name
+from headrace.base.parent import die_with_parent
 from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals, stop_signals
+from headrace.net.service import EXIT_STOPPED, bind, serve_http, stop_on_signals, stop_signals
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient

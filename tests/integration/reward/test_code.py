@@ -26,6 +26,8 @@ from headrace_services.reward.sandbox import Level
 from tests.support.reward_hub import WAIT_S, start_hub
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("executed")
+
 ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 30.0}
 SECRET = "8423107"  # the expected output of what attacks
 SUMS = {"inputs": ["1 2\n", "40 2\n", "-1 1\n"], "outputs": ["3\n", "42\n", "0\n"]}
