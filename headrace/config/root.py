@@ -240,6 +240,12 @@ class Config(Section):
             raise ValueError("run.id is not set")
         return self._folder or Path(self.run.dir) / self.run.id
 
+    @property
+    def run_store(self) -> str | None:
+        """The address of this run's folder in the object store; None if it has none."""
+        settings = self.checkpointing
+        return None if settings.store is None else f"{settings.store.rstrip('/')}/{self.run.id}"
+
     def relocate(self, folder: Path) -> Config:
         """Return the configuration of a run that is now in `folder`, because it was moved, renamed or copied. Its buffer and its
         checkpoints know it by its first name, `run.id`."""
