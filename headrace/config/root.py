@@ -100,6 +100,10 @@ class Config(Section):
         _check_shaping(self)
         _check_data_sets(self)
         _check_leases(self)
+        if self.rollout.weights_from == "store" and self.checkpointing.store is None:
+            raise ValueError(
+                "rollout.weights_from is store, and there is none; set checkpointing.store to that of the trainer"
+            )
         _check_collective_timeout(self)
         for source in self.data.sources:
             if source.env_name is None or source.env_name not in self.env:
