@@ -1,4 +1,4 @@
-"""A whole run in which one replica gets its weights by broadcasts, and another pulls them from the store."""
+"""Whole runs in which a replica pulls its weights from the store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.run.journal import JOURNAL, read_journal
 from headrace.run.lineage import FOLDER, LineageFiles
-from tests.support.up import DEMO, Up, demo_arguments
+from tests.support.up import DEMO, Up, demo_arguments, own_run
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -60,6 +61,34 @@ def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Pat
     verified = [int(version) for version in re.findall(r"version (\d+) is verified", log.read_text())]
     assert verified == sorted(set(verified))
     assert len(verified) > 1
+
+
+@pytest.mark.parametrize("age", [0, 2])
+def test_a_run_whose_only_replica_pulls_trains_and_validates(tmp_path: Path, tiny_model: Path, age: int) -> None:
+    more = [
+        "rollout.weights_from=store",
+        f"checkpointing.store=file://{tmp_path}/store",
+        "grpo.max_num_steps=4",
+        "grpo.val_period=2",
+        "grpo.max_val_samples=16",
+        f"grpo.async_grpo.enabled={str(age > 0).lower()}",
+        f"grpo.async_grpo.max_trajectory_age_steps={max(1, age)}",
+        "page.port=null",
+    ]
+    up = Up(DEMO, *own_run(tmp_path, "demo", tiny_model), *more, output=tmp_path / "up")
+    try:
+        assert up.ends() == 0, up.said()
+    finally:
+        if up.process.poll() is None:
+            up.process.kill()
+            up.process.wait()
+    lines = read_journal(tmp_path / "demo" / JOURNAL)
+    assert [line.step for line in lines if line.kind == "train"] == [0, 1, 2, 3]
+    validated = {line.step: line.metrics for line in lines if line.kind == "validation"}
+    assert set(validated) >= {0, 2, 4}
+    for version, metrics in validated.items():
+        assert (metrics["version_min"], metrics["version_max"]) == (version, version)
+        assert (metrics["pending"], metrics["failed"]) == (0, 0)
 
 
 def writers(folder: Path) -> set[str]:
