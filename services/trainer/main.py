@@ -31,6 +31,7 @@ from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
+from headrace_services.trainer.control.offers import Offers
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from headrace_services.trainer.control.resume import check_prompts, resume
 from headrace_services.trainer.control.snapshots import Snapshots
@@ -167,6 +168,9 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             await asyncio.to_thread(lineage.supersede, resumed.version)
             sender = dependencies.sender(config, replay)
             stack.push_async_callback(sender.aclose)
+            offers = Offers.of(config, replay, retry, resumed.timeline)
+            if offers is not None:
+                stack.callback(offers.close)
             now_writer = NowWriter(config, replay)
             stack.push_async_callback(cancel, [asyncio.create_task(now_writer.run())])
             context = TrainerContext(
@@ -190,6 +194,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 stop=stop,
                 began=began,
                 uploads=uploads,
+                offers=offers,
             )
             telemetry.start(lead.learner.tokenizer)
             try:

@@ -265,6 +265,7 @@ class Model(Episodes):
         self.void_scoring()
         self.validation = 0
         self.epochs = set()
+        self.offers = {}
         if self.epoch_now:
             self.epoch_now.state = "aborted"
 

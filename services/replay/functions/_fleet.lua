@@ -42,6 +42,9 @@ end
 -- Whether a replica in this state (as stored, or as `state_of` returns it) is waited for: epochs include it, and it may hold leases.
 local function takes_part(state) return state == 'HEALTHY' or state == 'STALE' end
 
+-- Whether the replica pulls its weights (_offers.lua), so that no epoch is for it.
+local function pulls_weights(run, id) return redis.call('HGET', replica_key(run, id), 'pulls') == '1' end
+
 -- Whether a member may lease: a replica must be HEALTHY on this timeline, a runner ALIVE.
 local function may_lease(run, holder)
   local state, timeline = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'timeline'))
