@@ -394,7 +394,7 @@ def test_rows_that_only_running_the_script_would_tell_are_asked_for(
     assert any(each.startswith(told) for each in draft.to_add), draft.to_add
 
 
-def test_rows_that_the_script_changes_by_what_is_unknown_ask_for_a_processor(tmp_path: Path) -> None:
+def test_rows_changed_by_what_is_unknown_ask_for_a_processor(tmp_path: Path) -> None:
     changed = 'train, held_out = load_dataset("org/set", split=["train[:5%]", "test[:5%]"])\ntrain = train.map(ask)\n'
     text = TRAINS.replace("def short", f"{changed}\ndef short").replace(
         "train_dataset=dataset", "train_dataset=train, eval_dataset=held_out"
