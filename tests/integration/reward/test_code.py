@@ -604,7 +604,7 @@ async def test_time_in_which_a_program_waits_for_a_core_is_not_its_own() -> None
 
 
 async def test_another_language_has_its_command_and_a_limit_of_processes() -> None:
-    env = ENV | {"runs_with": ["perl"], "processes": 8}
+    env = ENV | {"cpu_s": 1, "wall_s": 2.0, "runs_with": ["perl"], "processes": 8}
     sums = "my ($a, $b) = split ' ', <STDIN>; print $a + $b, qq{\\n};"
     bomb = "while (1) { fork; } print 3;"
     child = "my $n = fork; if ($n == 0) { exit 0; } wait; print qq{3\\n};"
