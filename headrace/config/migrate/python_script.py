@@ -217,8 +217,9 @@ def _lacking(copy: Copy) -> Iterator[str]:
     for name in copy.missing:
         yield f"{name}, which it uses, and which only running the script would tell"
     for package in dict.fromkeys(package for package, _ in copy.imported):
-        if importlib.util.find_spec(package) is None:
-            yield f"the package {package} must be installed here: pip install {'--no-deps ' if package == 'trl' else ''}{package}"
+        if package and importlib.util.find_spec(package) is None:
+            how = ": pip install --no-deps trl" if package == "trl" else ""
+            yield f"the package {package} must be installed here{how}"
     if "math_verify" in (package for package, _ in copy.imported) and "_timeout" not in copy.text:
         yield "parsing_timeout=None for math_verify's parse, and timeout_seconds=None for verify: a reward runs in a thread"
 
@@ -270,12 +271,19 @@ def _rewards(
             case ast.Name(id=name):
                 found.append(Reward(name, {"target": copier.target(name)}))
             case _:
-                called = (
-                    each.args[0] if isinstance(each, ast.Call) and _called(each) == "partial" and each.args else each
-                )
-                name = environment_name(ast.unparse(called).partition("(")[0].rpartition(".")[2])
+                name = _name_of(each)
+                if not name or name in (reward.name for reward in found):
+                    name = f"{name or 'reward'}_{len(found) + 1}"
                 found.append(Reward(name, {"target": copier.target(f"{name}_reward", each)}))
     return found
+
+
+def _name_of(node: ast.expr) -> str:
+    """Return the name of the function that an expression makes, or of which it makes another; empty for a lambda."""
+    if isinstance(node, ast.Call) and _called(node) == "partial" and node.args:
+        node = node.args[0]
+    name = ast.unparse(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2]
+    return name if name.isidentifier() else ""
 
 
 def reward_of_model(model: str) -> Reward:

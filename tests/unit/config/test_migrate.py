@@ -170,6 +170,14 @@ def test_rewards_are_weighed_and_told_where_they_must_be(tmp_path: Path) -> None
     assert "train_rewards.py: the package trl must be installed here: pip install --no-deps trl" in told
 
 
+def test_rewards_without_a_name_of_their_own_get_one(tmp_path: Path) -> None:
+    funcs = "[functools.partial(short, by=1), functools.partial(short, by=2), lambda completions: [0.0], SCORE[0]]"
+    draft = of_trl(tmp_path, text=f"import functools\n{TRAINS.replace('=short', f'={funcs}')}")
+    assert [*draft.values()["env"]["reward"]["parts"]] == ["short", "short_2", "reward_3", "reward_4"]
+    assert "short_2_reward = functools.partial(short, by=2)\n" in draft.files["train_rewards.py"]
+    assert "reward_3_reward = lambda completions: [0.0]\n" in draft.files["train_rewards.py"]
+
+
 @pytest.mark.parametrize(
     ("completion", "earned"),
     [
