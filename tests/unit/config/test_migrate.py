@@ -170,6 +170,14 @@ def test_rewards_are_weighed_and_told_where_they_must_be(tmp_path: Path) -> None
     assert "train_rewards.py: the package trl must be installed here: pip install --no-deps trl" in told
 
 
+def test_a_reward_that_reads_a_command_line_is_told(tmp_path: Path) -> None:
+    text = TRAINS.replace("def short", "limits = TrlParser().parse_args()\n\ndef short").replace(
+        "-len(", "limits.n - len("
+    )
+    told = of_trl(tmp_path, text=text.replace("GRPOTrainer\n", "GRPOTrainer, TrlParser\n")).to_add
+    assert any(each.startswith("train_rewards.py: values in place") for each in told)
+
+
 def test_rewards_without_a_name_of_their_own_get_one(tmp_path: Path) -> None:
     funcs = "[functools.partial(short, by=1), functools.partial(short, by=2), lambda completions: [0.0], SCORE[0]]"
     draft = of_trl(tmp_path, text=f"import functools\n{TRAINS.replace('=short', f'={funcs}')}")
@@ -690,6 +698,7 @@ def test_the_command_writes_a_file_that_loads_and_says_the_rest(tmp_path: Path) 
     done = CliRunner().invoke(app, argv)
     assert done.exit_code == 0, done.output
     assert "no counterpart: actor_rollout_ref.actor.entropy_coeff 0.01" in done.output
+    assert done.output.endswith(f"headrace config check {tmp_path / 'run.yaml'}\n")
     config = load(tmp_path / "run.yaml", [], {})
     assert config.algorithm.num_prompts_per_step == 512
     again = CliRunner().invoke(app, argv)
