@@ -156,14 +156,21 @@ def test_rewards_are_weighed_and_told_where_they_must_be(tmp_path: Path) -> None
     text = text.replace("think_format_reward\n", "get_cosine_scaled_reward, think_format_reward\nimport functools\n", 1)
     draft = of_trl(tmp_path, "reward_weights=[1.0, 0.5, 2, 0.1, 1, 1]", text)
     env = draft.values()["env"]
-    parts = {"think_format_reward": 1.0, "short": 1.0, "judge": 2.0, "make": 0.1, "get_cosine_scaled_reward": 1.0}
+    parts = {
+        "think_format_reward": 1.0,
+        "short": 0.5,
+        "judge": 2.0,
+        "make": 0.1,
+        "short_5": 1.0,
+        "get_cosine_scaled_reward": 1.0,
+    }
     assert env["reward"] == {"type": "combine", "parts": parts}
     assert env["judge"] == {"type": "reward_model", "model_name": "org/judge"}
     assert env["make"] == {"target": "train_rewards.py:make_reward"}
     copied = draft.files["train_rewards.py"]
     assert "from trl.rewards import get_cosine_scaled_reward\n" in copied
     assert "make_reward = make(3)\n" in copied
-    assert "short_reward = functools.partial(short, by=2)\n" in copied
+    assert "short_5_reward = functools.partial(short, by=2)\n" in copied
     assert draft.problem() is None
     told = "\n".join(draft.to_add)
     assert "train_rewards.py: make, which it uses" in told
