@@ -80,14 +80,15 @@ class RolloutRules(Caller):
         version = max(0, self.model.next_step - back)
         self.call("offer", self.offers[-1], version, self.timeline(late), {}, PROBE, 1e-3, 1e-3, how=how)
 
-    @rule(which=some, new=st.booleans(), back=st.sampled_from([0, 0, 1]))
-    def pull(self, which: int, new: bool, back: int) -> None:
-        """A replica pulls a version; a `new` one if this one takes part in epochs."""
-        if new and not self.model.pulls(self.replica(which)):
+    @rule(which=some, back=st.sampled_from([0, 0, 1]), old=st.integers(0, 2))
+    def pull(self, which: int, back: int, old: int) -> None:
+        """A replica pulls one of the versions that are on offer; a new one if this one takes part in epochs, or may not."""
+        if not self.model.pulls(self.replica(which)) or not self.model.healthy(self.replica(which)):
             self.replicas[which % REPLICAS] = f"replica-{which % REPLICAS}-{self.name()}"
-        self.call("register_puller", self.replica(which), {})
+            self.call("register_puller", self.replica(which), {})
         self.offer(back, 0, "once")
-        self.call("verify", self.replica(which), self.offers[-1], PROBE)
+        if there := list(self.model.offers):
+            self.call("verify", self.replica(which), there[-1 - old % len(there)], PROBE)
 
     @precondition(lambda self: self.offers)
     @rule(step=st.sampled_from(["verify", "mismatch", "short", "refuse"]), which=some, old=lateness, how=deliveries)
