@@ -1,4 +1,5 @@
--- begin_epoch: start the transfer. The members that acknowledged are final. Replicas that don't hold the epoch's weights are STALE.
+-- begin_epoch: start the transfer. The members that acknowledged are final. Replicas that don't hold the epoch's weights are
+--               STALE, but for those that validate others.
 -- KEYS     the run
 -- ARGV     epoch; logprobs (the trainer's, of the probe), tolerance and mean_tolerance (nats), which `verify` uses; then the rendezvous
 --          (msgpack)
@@ -23,7 +24,7 @@ register('begin_epoch', {
     if members[i + 1] == 'asked' then redis.call('HSET', run.base .. 'members', members[i], 'left out') end
   end
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
-    if not holds(run, replica, epoch) then
+    if not keeps(run, replica, epoch) then
       set_stale(run, replica, 'epoch ' .. id .. ' installs version ' .. epoch.version)
     end
   end
