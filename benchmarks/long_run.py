@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.processes import memory_mb, of_run
+from headrace.base.parent import die_with_parent
 from headrace.config import load
-from headrace.net.service import die_with_parent
 from headrace.run.journal import JOURNAL, read_bytes
 from tests.support.ports import free_port
 

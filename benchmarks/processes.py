@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from headrace.run.journal import read_journal
 
 TIMEOUT_S = 900

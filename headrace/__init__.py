@@ -1,21 +1,21 @@
 """Headrace's base package: the environment SDK, runs from Python, and what all services share (contract, configuration and client).
 
-It imports no torch, no vLLM and no transformers. `import headrace` loads only the environment SDK; `Run` and `train` are loaded when they
-are first used.
+It imports no torch, no vLLM and no transformers. `import headrace` loads only the errors; each other name is loaded when it is first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ChatError, CodecError, ConfigError, HeadraceError, MissingPackage, ServiceError
-from headrace.env.environment import Environment, Sample
-from headrace.env.episode import Episode
-from headrace.records.score import Score
 
 if TYPE_CHECKING:
     from headrace.api.run import Run, train
     from headrace.env.attachment import Attachment
+    from headrace.env.environment import Environment, Sample
+    from headrace.env.episode import Episode
+    from headrace.records.score import Score
 
 __all__ = [
     "ChatError",
@@ -34,13 +34,20 @@ __all__ = [
     "train",
 ]
 
+_MODULES = {
+    "Environment": "env.environment",
+    "Episode": "env.episode",
+    "Run": "api.run",
+    "Sample": "env.environment",
+    "Score": "records.score",
+    "train": "api.run",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Run", "train"):
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from headrace.api import run
-
-    return getattr(run, name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -64,7 +64,7 @@ the file itself gives in an address is stored too, readable only by you; `headra
 A file may name files to read by relative paths (`data_path`, `prompt_file`, `system_prompt_file`, and the directories of models and
 tokenizers). Headrace looks for them beside that file first, then in the working directory. A relative path starts at the working directory
 if it is on the command line or in a variable, if it is written to (`run.dir`, `checkpoint_dir`, `log_dir`), or if it is a program or file
-of an environment (`target`, `command`).
+of an environment (`target`, `command`). `~/` at the beginning of a path is your home folder.
 
 A key that doesn't exist is an error, in all of these places. The error names the nearest existing key, or Headrace's name for a key of
 another framework (`grpo.beta` leads to `loss_fn.reference_policy_kl_penalty`). A variable that starts with `HEADRACE_` and names no section

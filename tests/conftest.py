@@ -6,6 +6,8 @@ import dataclasses
 import datetime
 import fcntl
 import functools
+import hashlib
+import importlib.metadata
 import inspect
 import os
 import secrets
@@ -266,25 +268,35 @@ async def replay(redis_url: str, run_id: str, limits: Limits) -> AsyncIterator[R
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2-type model of 0.5 M random weights with a character tokenizer and a chat template."""
-    return _made_once(tmp_path_factory, "tiny", warmup=False)
+    return _made_once(tmp_path_factory, "tiny")
 
 
 @pytest.fixture(scope="session")
-def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model as `headrace model tiny` makes it, right some of the time; of half the problems, which makes it no worse."""
-    return _made_once(tmp_path_factory, "warm", warmup=True)
+def warm_model(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+    """The demo's model as `headrace model tiny` makes it, right some of the time; of half the problems, which makes it no worse. The next
+    test run has it from the cache, as long as what makes it is the same."""
+    return _made_once(tmp_path_factory, "warm", getattr(pytestconfig, "cache", None))
 
 
-def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, *, warmup: bool) -> Path:
+def _made_once(tmp_path_factory: pytest.TempPathFactory, name: str, cache: pytest.Cache | None = None) -> Path:
     """The model of a whole test run: of the processes that share its tests, one makes it and the others wait."""
     from headrace_services.trainer.demo_models import tiny
 
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
-    with FileLock(base / f"{name}.lock"):
-        directory = base / name
+    directory = base / name
+    kept = directory if cache is None else cache.mkdir("models") / _digest(Path(tiny.__file__).parent)
+    with FileLock(f"{kept}.lock"):
+        with mock.patch.object(tiny, "BATCH", WARM_UP_BATCH):
+            tiny.make(kept, warmup=name == "warm")
         if not directory.exists():
-            with mock.patch.object(tiny, "BATCH", WARM_UP_BATCH):
-                tiny.make(directory, warmup=warmup)
+            shutil.copytree(kept, directory)
     return directory
+
+
+def _digest(makers: Path) -> str:
+    """Of what makes a model."""
+    files = [Path(__file__), makers.parent / "data" / "arithmetic.py", *sorted(makers.glob("*.py"))]
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    return hashlib.sha256(b"".join([*(file.read_bytes() for file in files), *map(str.encode, versions)])).hexdigest()

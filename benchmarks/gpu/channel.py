@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu.rows import line
 from benchmarks.gpu.stage import Stage
 from headrace.base.errors import WeightChannelError
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from headrace_services.refit import nccl
 from headrace_services.refit.backends import Backend
 from headrace_services.refit.channel import ABORT_S, Channel, GroupRank, RendezvousStore

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.rows import NOT_RUN, Row, Rows
 from headrace.base.files import atomic_write
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 
 RESULT, ROWS, LOG = "result.json", "rows.jsonl", "log"
 LAST_LINES = 40  # of a log, in the report

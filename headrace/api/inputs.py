@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import linecache
-import symtable
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError
 from headrace.base.files import atomic_write, cannot_write
+from headrace.base.python_names import global_names
 
 REWARD, DATA = "reward.py", "train"
 _REMEDY = "define or import it inside, or write both into a file and give `env.NAME.target=FILE.py:NAME`"
@@ -79,7 +79,7 @@ def _imports(reward: Reward) -> Iterator[str]:
     for free in sorted({name for each in functions for name in each.__code__.co_freevars} - {"__class__"}):
         raise ConfigError(f"reward {reward.__name__}: it uses {free} of the function around it; {_REMEDY}")
     known = functions[0].__globals__ if functions else vars(sys.modules[reward.__module__])
-    for name in sorted(_global_names(f"from __future__ import annotations\n{_source(reward)}") - {reward.__name__}):
+    for name in sorted(global_names(f"from __future__ import annotations\n{_source(reward)}") - {reward.__name__}):
         if name not in known and hasattr(builtins, name):
             continue
         line = _import(name, known[name]) if name in known else None
@@ -88,19 +88,6 @@ def _imports(reward: Reward) -> Iterator[str]:
                 f"reward {reward.__name__}: it uses {name}, which only this notebook or script has; {_REMEDY}"
             )
         yield line
-
-
-def _global_names(source: str) -> set[str]:
-    """Return the names that a source reads from its module."""
-    names, tables = set[str](), [symtable.symtable(source, REWARD, "exec")]
-    for table in tables:
-        names |= {
-            each.get_name()
-            for each in table.get_symbols()
-            if each.is_referenced() and (each.is_global() or table.get_type() == "module")
-        }
-        tables += table.get_children()
-    return names
 
 
 def _import(name: str, value: object) -> str | None:

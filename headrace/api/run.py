@@ -18,13 +18,13 @@ import psutil
 from headrace.api import inputs, starting
 from headrace.api.rows import Rows, import_package
 from headrace.api.watching import ProgressDisplay, draw
-from headrace.base.errors import ServiceError
+from headrace.base.errors import CodecError, ServiceError
 from headrace.cli.display import time_left
 from headrace.cli.run_list import brief, steps
 from headrace.cli.samples import choose_step
 from headrace.config import Config
 from headrace.launch import runs
-from headrace.run import checkpoints, group_files, history
+from headrace.run import checkpoints, group_files, history, now
 from headrace.run.folder import load_anywhere
 from headrace.run.group_history import GroupHistory
 from headrace.run.group_query import GroupQuery, GroupSummary
@@ -113,7 +113,7 @@ class Run:
         Raises `ServiceError` with the reason if it failed or was killed, `TimeoutError` after `timeout` seconds.
         """
         config = self.config  # not in the loop: to validate it takes a twentieth of a core
-        display = ProgressDisplay(self.folder / history.JOURNAL, self._summary) if show else None
+        display = ProgressDisplay(self.folder / history.JOURNAL, self._summary, self._broken) if show else None
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             outline = self._outline(config)
@@ -242,7 +242,17 @@ class Run:
         if past.state == "running":
             trained = [line.metrics for line in past.lines if line.kind == "train"]
             parts += filter(None, [time_left(trained, past.config.max_num_steps - (past.last_step or 0) - 1)])
+            parts += self._broken()
         return ", ".join(parts)
+
+    def _broken(self) -> list[str]:
+        """Return a sentence about each environment that the run, which is up, waits for."""
+        with contextlib.suppress(CodecError):  # a view, without which the run is read all the same
+            if (state := now.read(self.folder)) is not None:
+                return [
+                    f"waits for environment {each.name}: {each.message}" for each in state.environments if each.broken
+                ]
+        return []
 
     def _outline(self, config: Config) -> RunHistory:
         """Return its state, without the lines of its journal."""

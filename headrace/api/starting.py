@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console
 
 from headrace.api import inputs
 from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.base.files import cannot_write, is_locked
+from headrace.cli.common import say
 from headrace.config import Config, load
 from headrace.config.yaml_text import dump_value
 from headrace.launch import runs
@@ -110,7 +112,11 @@ def _start(folder: Path, file: Path, overrides: list[str]) -> subprocess.Popen[b
     try:
         while not _has_started(folder, begun):
             if process.poll() is not None and not _has_started(folder, begun):
-                raise ServiceError(_error(log.read_bytes()[said_before:].decode(errors="replace")))
+                said = log.read_bytes()[said_before:].decode(errors="replace")
+                if process.returncode:
+                    raise ServiceError(_error(said))
+                say(Console(), said.strip(), keep="\n")  # nothing is left to train
+                break
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         process.terminate()

@@ -27,13 +27,21 @@ _DRAWN: tuple[Metric, ...] = (("train", "reward"), ("validation", "accuracy"))
 class ProgressDisplay:
     """Shows what is new in the journal of a run that is up."""
 
-    def __init__(self, journal: Path, summarize: Callable[[RunHistory], str]) -> None:
-        self._journal, self._summarize = journal, summarize
+    def __init__(
+        self, journal: Path, summarize: Callable[[RunHistory], str], broken: Callable[[], Sequence[str]]
+    ) -> None:
+        """`broken` returns what the run waits for; `summarize` tells it too."""
+        self._journal, self._summarize, self._broken = journal, summarize, broken
+        self._told: Sequence[str] = ()
         self._lines: list[Line] = []
         self._handle = _open_display()
         # lines that an earlier start wrote are in a picture, and not shown again as text
         self._read = 0 if self._handle else size(journal)
         self._console = None if self._handle else LineDisplay(Console(soft_wrap=True))
+        if self._console is not None:
+            self._console.print(
+                f"run {journal.parent.name} is in {journal.parent}; `headrace page {journal.parent}` shows it"
+            )
         self._drawn_at = -math.inf
 
     def update(self, outline: RunHistory) -> None:
@@ -44,6 +52,10 @@ class ProgressDisplay:
             for line, _ in new:
                 if line.kind in ("train", "validation"):
                     self._console.metrics(line.kind, line.step, line.metrics)
+            before, self._told = self._told, self._broken() if outline.state == "running" else ()
+            for sentence in self._told:
+                if sentence not in before:
+                    self._console.print(sentence)
             return
         self._lines += (line for line, _ in new)
         is_last = outline.state != "running"

@@ -1,5 +1,8 @@
 """The command line, `headrace …`."""
 
-from headrace.cli.app import main
+from headrace.net.service import importing
+
+with importing():
+    from headrace.cli.app import main
 
 __all__ = ["main"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,12 @@ import typer
 from typer.core import TyperGroup
 
 from headrace.base.errors import HeadraceError, StoppedByAlarm
-from headrace.cli.commands import COMMANDS
+from headrace.cli.commands import SECTIONS
 from headrace.cli.common import App, print_error
 from headrace.launch.shell import open_standard_streams
-from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR
+from headrace.net.service import EXIT_ALARM, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR, importing
+
+_PLACES = {name: (section, place) for section, places in SECTIONS.items() for name, place in places.items()}
 
 
 class _Imported(Mapping[str, Any]):
@@ -31,24 +34,35 @@ class _Imported(Mapping[str, Any]):
         return _command(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
+        return iter(_PLACES)
 
     def __len__(self) -> int:
-        return len(COMMANDS)
+        return len(_PLACES)
 
 
 @functools.cache
 def _command(name: str) -> Any:
-    module, _, attribute = COMMANDS[name].partition(":")
-    found = getattr(import_module(f"headrace.cli.{module}"), attribute)
+    section, place = _PLACES[name]
+    module, _, attribute = place.partition(":")
+    with importing():
+        found = getattr(import_module(f"headrace.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
         command: Any = typer.main.get_group(found)
     else:
         alone = App(add_completion=False)
         alone.command()(found)
         command = typer.main.get_command(alone)
-    command.name = name
+    command.name, command.rich_help_panel = name, section
+    _unwrap(command)
     return command
+
+
+def _unwrap(command: Any) -> None:
+    """Make each paragraph of the help one line, which a terminal breaks at its own width, and the first what lists of commands say."""
+    command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help or "")
+    command.short_help = command.help.partition("\n")[0]  # or else lists of commands have its first words
+    for inner in getattr(command, "commands", {}).values():
+        _unwrap(inner)
 
 
 class _Commands(TyperGroup):

@@ -16,12 +16,12 @@ from headrace.launch.entry_points import load_entry_point
 from headrace.records.trajectory import Group
 from headrace.run.token_texts import TokenTexts
 
-app = typer.Typer(help="The prompts of a run.", no_args_is_help=True)
+app = typer.Typer(help="Show a run's prompts as the model will see them.", no_args_is_help=True)
 
 
 @app.callback()
 def prompts() -> None:
-    """The prompts of a run."""
+    """Show a run's prompts as the model will see them."""
 
 
 @app.command()

@@ -18,12 +18,12 @@ from headrace.config.yaml_text import dump_value
 from headrace.launch import slurm
 from headrace.launch.chart_values import Cluster, chart_values
 
-app = App(help="Deploy a run on a cluster.", no_args_is_help=True)
+app = App(help="Write the job or the values of a chart that run a configuration on a cluster.", no_args_is_help=True)
 
 
 @app.callback()
 def deploy() -> None:
-    """Deploy a run on a cluster."""
+    """Write the job or the values of a chart that run a configuration on a cluster."""
 
 
 @app.command("slurm")

@@ -37,7 +37,7 @@ _HUB_S = 5.0
 _AS_JSON: dict[str, Any] = {"preserving_proto_field_name": True, "always_print_fields_with_no_presence": True}
 _log = logging.getLogger("headrace.env.environment")
 
-app = App(help="Environments: serve one, attach one to a run, list those of a run.", no_args_is_help=True)
+app = App(help="Make a reward of your own; test, try, serve or attach it; list those of a run.", no_args_is_help=True)
 
 Target = Annotated[
     str,

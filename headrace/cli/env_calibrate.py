@@ -52,7 +52,8 @@ def calibrate(
         say(console, f"{len(judged) - len(failed)} of {len(judged)} completions got a reward")
         for each in failed[:count]:
             say(console, f"{each['status']}: {each['message']}: {each['completion'][:80]}")
-        console.print(differing(judged, count))
+        if count and len(failed) < len(judged):
+            console.print(differing(judged, count))
         if refusal is not None:
             refused = True
             say(console, f"env.{name}.calibration: {refusal}")
@@ -76,6 +77,11 @@ def differing(judged: Sequence[Mapping[str, Any]], count: int) -> Table:
     made.add_column("reasons", overflow="fold")
     scored = [each for each in judged if each["reward"] is not None]
     for each in sorted(scored, key=lambda each: -abs(each["reward"] - each["label"]))[:count]:
-        reasons = "; ".join(f"{judge}: {said}" for judge, said in each["reasons"].items())
+        reasons = "; ".join(f"{judge}: {_different(said)}" for judge, said in each["reasons"].items())
         made.add_row(f"{each['label']:.2f}", f"{each['reward']:.2f}", cell(each["completion"][:200]), cell(reasons))
     return made
+
+
+def _different(said: str | Sequence[str]) -> str:
+    """Return the reason of a judge's verdict, or those of its verdicts that differ."""
+    return said if isinstance(said, str) else " / ".join(dict.fromkeys(said))

@@ -21,7 +21,7 @@ from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import atomic_write
 from headrace.base.printable import printable
 from headrace.cli import weights
-from headrace.cli.common import WIDTH, OverridesOption, cell, plain_table, say
+from headrace.cli.common import WIDTH, OverridesOption, cell, check_engine, plain_table, say
 from headrace.cli.display import RunConsole, open_display
 from headrace.cli.weights import NamedModel
 from headrace.config import Config, load
@@ -86,6 +86,7 @@ def evaluate(
 
     Every service starts as for a run, with its own folder under the run's `evals/`, and stops at the end or on Ctrl-C.
     """
+    check_engine("eval")
     shell.check()
     found = weights.find(model)
     if output is not None and not output.absolute().parent.is_dir():
@@ -101,6 +102,7 @@ def evaluate(
         now=datetime.datetime.now(),
     )
     refuse_ignored(overrides or (), asked, evaluation)
+    check_engine("eval")
     check(evaluation)
     ask(evaluation, found)
     files = SampleFiles.of(evaluation)

@@ -67,7 +67,7 @@ def _write(draft: Draft, source: str, out: Path | None) -> None:
     text = draft.text(" ".join(source.split())[:100])
     if out is None:
         for name in draft.files:
-            draft.add(f"{name}, the reward functions; --out writes it beside the configuration")
+            draft.add(f"{name}, which has what the run needs of the script; --out writes it beside the configuration")
         typer.echo(text, nl=False)
     else:
         files = {out: text, **{out.parent / name: content for name, content in draft.files.items()}}

@@ -25,14 +25,14 @@ from headrace.run.balance import Balance, Workload, advise, spread
 from headrace.run.findings import Window
 from headrace.run.measured import MOST_SHARED, change, configured, measure
 
-app = App(help="Plan the resources of a run.", no_args_is_help=True)
+app = App(help="Tell whether a run fits its GPUs, and which side of it holds up the other.", no_args_is_help=True)
 
 GIB = 2**30
 
 
 @app.callback()
 def plans() -> None:
-    """Plan the resources of a run."""
+    """Tell whether a run fits its GPUs, and which side of it holds up the other."""
 
 
 @app.command()

@@ -53,7 +53,7 @@ def status(
 ) -> None:
     """Show the run, its steps, and the replicas with their URLs. For a run that has ended, show what its folder records."""
     if (config is None) == (run is None):
-        raise ConfigError("give either CONFIG or a run")
+        raise ConfigError("give either CONFIG or a run; `headrace runs` lists the runs")
     if config is not None and not config.is_file():
         config, run = None, str(config)
     loaded = load(config, overrides or ()) if config else runs.find(run or "", overrides or ())

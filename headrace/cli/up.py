@@ -39,6 +39,7 @@ def up(
     """
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
     examined = preflight.examine(config, given)
+    common.check_engine("up")
     fetch_newest(examined.config)
     # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
     loaded, changes = runs.prepare(config, given)
@@ -183,9 +184,9 @@ def continues(config: Config) -> str | None:
     return f"continues from {_resumes_from(config)}"
 
 
-def describe_best(config: Config, version: int, value: float) -> str:
+def describe_best(config: Config, version: int, metric: str, value: float) -> str:
     """Return where the best weights are, and how good they are."""
-    how = f"{config.checkpointing.metric_name} {value:.4g}"
+    how = f"{metric} {value:.4g}"
     if version == 0:
         return f"{config.policy.model_name} (the initial model, {how}; no checkpoint has a better value)"
     return f"{checkpoints.policy_of(config.checkpoint_folder, version)} ({how})"

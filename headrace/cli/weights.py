@@ -106,8 +106,9 @@ def _version(run: str, config: Config, step: str) -> int:
         metric = config.checkpointing.metric_name
         best = history.best_weights(config)
         if best is None:
-            why = "checkpointing.metric_name is null" if metric is None else f"no checkpoint has {metric}"
-            raise ConfigError(f"{run}@{BEST}: {why}, so the best is unknown; give one of {listed}, or {LATEST}")
+            raise ConfigError(
+                f"{run}@{BEST}: no checkpoint has {metric or 'a value'}, so the best is unknown; give one of {listed}, or {LATEST}"
+            )
         return best[0]
     if not (step.isascii() and step.isdecimal()):
         raise ConfigError(f"{run}@{step}: {step!r} is not a step; give {LATEST}, {BEST} or a number ({listed})")

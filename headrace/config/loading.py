@@ -117,6 +117,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
         file = None if _given(origins, keys) else inherited.source(keys)
         return file and file.parent
 
+    _expand_home(values)
     start = _take_start(Path(path), values)
     if "env" in values and (start is not None or _is_saved(Path(path), values)):
         values["env"] = drop_former(values["env"])
@@ -245,6 +246,14 @@ def _is_plain(keys: Keys) -> bool:
         len(named) == len(place) and all(one in ("*", key) for one, key in zip(place, named, strict=True))
         for place in _places(Mark.PATH)
     )
+
+
+def _expand_home(values: dict[str, Any]) -> None:
+    """Replace `~/` at the beginning of paths: a shell leaves it as it is behind `key=`."""
+    for keys, holder in _holders(values, [*_places(Mark.PATH), ("run", "dir")]):
+        path = holder.get(keys[-1])
+        if isinstance(path, str) and path.startswith("~/"):
+            holder[keys[-1]] = os.path.expanduser(path)
 
 
 def _take_start(path: Path, values: dict[str, Any]) -> Path | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from headrace.config.marks import AnyPath
 from headrace.config.section import Section
+
+_LIBRARIES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 
 
 class WandbConfig(Section):
@@ -78,3 +83,15 @@ class LoggerConfig(Section):
         "newest validation stay, however large they are. A step of 512 trajectories of 32,768 tokens has about 0.7 GB. null: no bound",
     )
     train_inference_alarm: TrainInferenceAlarmConfig = TrainInferenceAlarmConfig()
+
+    def missing_libraries(self) -> Iterator[tuple[str, str]]:
+        """Yield the key of each enabled tracker whose library is not installed here, and what to do."""
+        for tracker, modules in _LIBRARIES.items():
+            key = f"{tracker}_enabled"
+            missing = [module for module in modules if importlib.util.find_spec(module) is None]
+            if missing and getattr(self, key):
+                yield (
+                    key,
+                    f"logger.{key} is true, but {', '.join(missing)} is not installed: pip install 'headrace[{tracker}]', or set "
+                    f"logger.{key}=false",
+                )

@@ -100,6 +100,10 @@ class Config(Section):
         _check_shaping(self)
         _check_data_sets(self)
         _check_leases(self)
+        if self.rollout.weights_from == "store" and self.checkpointing.store is None:
+            raise ValueError(
+                "rollout.weights_from is store, and there is none; set checkpointing.store to that of the trainer"
+            )
         _check_collective_timeout(self)
         for source in self.data.sources:
             if source.env_name is None or source.env_name not in self.env:
@@ -245,6 +249,12 @@ class Config(Section):
         if self.run.id is None:
             raise ValueError("run.id is not set")
         return self._folder or Path(self.run.dir) / self.run.id
+
+    @property
+    def run_store(self) -> str | None:
+        """The address of this run's folder in the object store; None if it has none."""
+        settings = self.checkpointing
+        return None if settings.store is None else f"{settings.store.rstrip('/')}/{self.run.id}"
 
     def relocate(self, folder: Path) -> Config:
         """Return the configuration of a run that is now in `folder`, because it was moved, renamed or copied. Its buffer and its

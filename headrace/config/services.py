@@ -132,6 +132,11 @@ class RolloutConfig(Section):
     )
     replicas: int = Field(1, ge=1, description="rollout processes that `headrace up` starts")
     max_concurrent_groups: int = Field(64, ge=1, description="groups that one replica holds at a time")
+    weights_from: Literal["trainer", "store"] = Field(
+        "trainer",
+        description="where a replica gets its weights: trainer, by a broadcast; store, from the object store of checkpointing.store, for a "
+        "replica that the trainer can't reach. The trainer doesn't wait for one that pulls (docs/operations.md, Replicas elsewhere)",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if vLLM sees one")
     num_threads: PositiveInt | Literal["auto"] = Field(
         "auto",

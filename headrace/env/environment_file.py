@@ -18,9 +18,9 @@ from types import ModuleType, TracebackType
 
 import headrace
 from headrace.base.errors import ConfigError, HeadraceError
+from headrace.base.parent import die_with_parent
 from headrace.env.environment import Environment
 from headrace.env.reward_function import SIGNATURES, make_environment, signature_in, signature_text, style_of
-from headrace.net.service import die_with_parent
 
 
 def is_file(target: str) -> bool:

@@ -246,7 +246,8 @@ def _environment(name: str, env: EnvConfig, image: str) -> dict[str, Any]:
 
 def _outbound(config: Config, cluster: Cluster) -> Iterator[tuple[str, list[int]]]:
     """Yield the TCP ports that each component opens outside of the run."""
-    if not all(name.startswith(_MODELS) for name in (config.policy.model_name, config.tokenizer[1])):
+    downloads = not all(name.startswith(_MODELS) for name in (config.policy.model_name, config.tokenizer[1]))
+    if downloads or config.rollout.weights_from == "store":
         yield "rollout", [_HUB]
     if (
         not all(name.startswith(_MODELS) for name in (*config.models.values(), config.tokenizer[1]))
@@ -284,6 +285,8 @@ def _left_to_do(config: Config, cluster: Cluster, text: str) -> Iterator[str]:
             f"checkpointing.store {store}: give the Secret with its credentials as secrets.store, and its port in "
             f"networkPolicies.outbound.trainer if that is not {_HUB}"
         )
+    if config.rollout.weights_from == "store":
+        yield f"rollout.weights_from store: give the Secret with which replicas read {store} as secrets.pull"
     for name, env in config.env.items():
         if isinstance(env, TargetConfig) and env.is_started and name not in cluster.images:
             yield f"env.{name}.target {env.target}: the reward service serves the file, which must be in the image, under /data"

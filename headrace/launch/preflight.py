@@ -83,6 +83,9 @@ def _look_at_named(loaded: Loaded, without: Collection[str] = ()) -> list[str]:
             for keys, message in named_by_data(config):
                 head, *more = message.split("\n")
                 problems.add("\n".join([f"{head}{loaded.origin(keys)}", *more]))
+    if "logger" not in without:
+        for key, message in config.logger.missing_libraries():
+            problems.add(f"{message}{loaded.origin(('logger', key))}")
     if "env" not in without:
         for message in _check_judges(loaded):
             problems.add(message)

@@ -21,6 +21,7 @@ import msgspec
 from headrace.base.addresses import without_proxy
 from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError, StoppedByAlarm
+from headrace.base.parent import die_with_parent
 from headrace.launch import guard
 from headrace.launch.summary import NOT_STARTED
 from headrace.net.service import (
@@ -30,7 +31,6 @@ from headrace.net.service import (
     EXIT_INTERNAL_ERROR,
     EXIT_USER_ERROR,
     Ending,
-    die_with_parent,
     pass_sockets,
     reserve_again,
 )

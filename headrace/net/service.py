@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import logging
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.base.errors import HeadraceError, ServiceError
+from headrace.base.parent import RESERVED, admit
 from headrace.base.tls import CertificateFiles, Reloading
 
 if TYPE_CHECKING:
@@ -46,8 +48,6 @@ EXIT_STOPPED = 143
 SAVE_DEADLINE_S = 600.0
 # The variable that names the file for a service's `Ending`. It doesn't begin with HEADRACE_, which would make it a configuration key.
 ENDING = "_HEADRACE_ENDING"
-# The variable that lists the descriptors of the sockets which reserve a service's ports.
-RESERVED = "_HEADRACE_RESERVED"
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -247,21 +247,6 @@ def pass_sockets(reserved: Iterable[socket.socket]) -> dict[str, str]:
     return {RESERVED: " ".join(str(sock.fileno()) for sock in reserved)}
 
 
-def reservations() -> list[int]:
-    """Return the descriptors of the sockets that reserve ports for this process."""
-    return [int(descriptor) for descriptor in os.environ.get(RESERVED, "").split()]
-
-
-def admit(listeners: bool, port: int | None = None) -> None:
-    """Set whether another socket can listen on `port`, or on any, if it is reserved for this process. Does nothing to other ports."""
-    for descriptor in reservations():
-        # a process that this one started knows the descriptors, and doesn't have them
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as sock:
-            if port in (None, sock.getsockname()[1]):
-                # the kernel compares the options of both sockets when the second one is bound
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, listeners)
-
-
 @contextlib.contextmanager
 def admitting(port: int) -> Iterator[None]:
     """Let another socket listen on `port` while the context is open, if it is reserved for this process."""
@@ -317,7 +302,24 @@ async def serve_openly(
         yield
     finally:
         server.should_exit = True
-        await task
+        with _silent_about_cut_off():
+            await task
+
+
+@contextlib.contextmanager
+def _silent_about_cut_off() -> Iterator[None]:
+    """Callers that still read when a server ends, as a page that follows does, are cut off, which is no error."""
+
+    def is_error(record: logging.LogRecord) -> bool:
+        raised = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(raised, asyncio.CancelledError) or str(record.msg).startswith("Cancel "))
+
+    log = logging.getLogger("uvicorn.error")
+    log.addFilter(is_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_error)
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -350,16 +352,6 @@ def importing() -> Iterator[None]:
             gc.freeze()
             atexit.register(gc.unfreeze)  # nanobind reports objects that are not collected at exit as leaks
             gc.enable()
-
-
-def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Make the kernel (Linux) send `signum` to this process when the thread that started it ends, even by SIGKILL.
-
-    Call it first in a child process, so that a killed supervisor leaves no orphans.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signum)
 
 
 def hide_from_user() -> None:

@@ -149,15 +149,15 @@ def _of_checkpoints(folder: Path) -> list[str]:
 
 def _checkpoints(past: RunHistory) -> list[dict[str, Any]]:
     """Return the published checkpoints, oldest first, with the metric that chooses among them. Raises as `find_published` does."""
-    folder, settings = past.config.checkpoint_folder, past.config.checkpointing
-    best = past.best()
+    folder, best = past.config.checkpoint_folder, past.best()
+    metric = past.config.checkpointing.metric_name or (best.metric if best is not None else "")
     # a step makes the version after it, and a validation is of its version
     version_of_best = None if best is None else best.step + (0 if best.metric.startswith("val:") else 1)
     return [
         {
             "step": version,
             "kept": True,
-            "metric": read_metrics(folder, version).get(settings.metric_name or ""),
+            "metric": read_metrics(folder, version).get(metric),
             "best": version == version_of_best,
         }
         for version in find_published(folder)

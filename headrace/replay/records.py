@@ -196,8 +196,8 @@ class Epoch(msgspec.Struct, frozen=True):
 
 class Replica(msgspec.Struct, frozen=True):
     """A registered rollout replica. `version` is the verified one, -1 if none; `reason` is why it is quarantined; `logprob_error` is the
-    mean of exp(|rollout - old|) over its tokens in the newest step that trained on any. One that `validates` beside training keeps its
-    version, and generates for the validation alone."""
+    mean of exp(|rollout - old|) over its tokens in the newest step that trained on any. One that `pulls` takes its weights from the store,
+    and is in no epoch. One that `validates` beside training keeps its version, and generates for the validation alone."""
 
     id: str
     state: ReplicaState
@@ -208,11 +208,12 @@ class Replica(msgspec.Struct, frozen=True):
     seen_s_ago: float
     reason: str = ""
     logprob_error: float | None = None
+    pulls: bool = False
     validates: bool = False
 
     @property
     def takes_part(self) -> bool:
-        """Whether the replica is asked to join epochs and may hold leases: it is not LOADING, DEAD or QUARANTINED."""
+        """Whether the replica is asked to join epochs, unless it pulls, and may hold leases: it is not LOADING, DEAD or QUARANTINED."""
         return self.state in ("HEALTHY", "STALE")
 
 

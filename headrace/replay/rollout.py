@@ -15,7 +15,7 @@ from headrace.records.trajectory import Trajectory
 from headrace.replay.base_client import of_bounded_size, transfer_all
 from headrace.replay.connection import refusal
 from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, renewed
-from headrace.replay.records import HeartbeatReply, Lease, RefitVerdict, unpack
+from headrace.replay.records import Epoch, HeartbeatReply, Lease, RefitVerdict, unpack
 
 # The columns of `push` and `save`, one entry per trajectory (_payload.lua).
 _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "newest")
@@ -26,6 +26,10 @@ class RolloutClient(LeaseClient):
         """Register a replica as STALE, or as LOADING. `replica` is a nonce: one that has left or died can't register again. `info` is for
         people: each value is a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
         await self._enter("register", replica=replica, info=info, loading=loading)
+
+    async def register_puller(self, replica: str, info: Mapping[str, Any]) -> None:
+        """Register a replica that pulls its weights (`offered`) as STALE. It is in no epoch."""
+        await self._enter("register_puller", replica=replica, info=info)
 
     async def deregister(self, replica: str, *, died: bool = False) -> None:
         """Leave the fleet. Leases that the replica still holds are passed on at once, without costing an attempt. `died`: an error ends the
@@ -148,10 +152,25 @@ class RolloutClient(LeaseClient):
         """Tell the buffer that the replica can take part. Raises `Fenced` if the epoch is no longer announced."""
         await self._connection.call("acknowledge", replica=replica, epoch=epoch)
 
+    async def offered(self, replica: str) -> Epoch | None:
+        """Return the newest version that a replica may pull (`TrainerClient.offer`), as an epoch in transfer with this replica alone."""
+        if (reply := await self._connection.call("offered")) is None:
+            return None
+        return Epoch(
+            **unpack(reply[0]),
+            state="transfer",
+            members=(replica,),
+            acknowledged=(replica,),
+            verified=(),
+            refused={},
+            rendezvous=unpack(reply[1]),
+        )
+
     async def verify(self, replica: str, epoch: str, logprobs: Sequence[float], finding: str = "") -> RefitVerdict:
-        """Report the replica's log-probabilities of the probe's tokens under the epoch's weights. The buffer compares them with the
-        trainer's (`begin_epoch`); a replica becomes HEALTHY in no other way. A replica that differs by more than the tolerances is STALE,
-        for a reason that includes its `finding`. Raises `InvalidCall` unless they are finite and as many as the trainer's, and `Fenced`."""
+        """Report the replica's log-probabilities of the probe's tokens under the weights of the epoch or offer. The buffer compares them
+        with the trainer's (`begin_epoch`, `offer`); a replica becomes HEALTHY in no other way. A replica that differs by more than the
+        tolerances is STALE, for a reason that includes its `finding`. Raises `InvalidCall` unless they are finite and as many as the
+        trainer's, and `Fenced`."""
         reply = await self._connection.call("verify", replica=replica, epoch=epoch, logprobs=logprobs, finding=finding)
         return msgspec.convert(unpack(reply), RefitVerdict)
 

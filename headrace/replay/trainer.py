@@ -250,6 +250,29 @@ class TrainerClient(BufferClient):
             )
         )
 
+    async def offer(
+        self,
+        offer: str,
+        version: int,
+        timeline: str,
+        rendezvous: Mapping[str, Any],
+        logprobs: Sequence[float],
+        tolerance: float,
+        mean_tolerance: float,
+    ) -> None:
+        """Tell replicas that pull that a version is in the store, as offer `offer` (a nonce). Replicas learn `rendezvous`; the other
+        arguments are those of `begin_epoch`. Raises `WrongTimeline`."""
+        await self._connection.call(
+            "offer",
+            msgspec.msgpack.encode(rendezvous),
+            offer=offer,
+            version=version,
+            timeline=timeline,
+            logprobs=logprobs,
+            tolerance=tolerance,
+            mean_tolerance=mean_tolerance,
+        )
+
     async def end_epoch(self, epoch: str, *, aborted: bool) -> Epoch:
         """Move the epoch from transfer to done or aborted. Members that did not verify are STALE."""
         return decode_epoch(await self._connection.call("end_epoch", epoch=epoch, aborted=aborted))

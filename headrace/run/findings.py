@@ -253,14 +253,14 @@ def _slowest(steps: Sequence[Metrics], config: Config | None, now: Now | None) -
         place += f": {busy}"
     remedy = "a faster environment"
     if wait > work:
-        own = isinstance(environment, CustomConfig)
-        remedy = (
-            "more concurrency, or more processes of it"
-            if own
-            else "reward.workers, or more concurrency of an environment's own process"
-        )
-        if not own and config is not None:
+        scorers = list(environment.parts) if isinstance(environment, CombineConfig) and asked == name else [asked]
+        own = {config is not None and isinstance(config.env.get(each), CustomConfig) for each in scorers}
+        if own == {True}:
+            remedy = f"more concurrency, or more processes of {'it' if scorers == [name] else ', '.join(scorers)}"
+        elif own == {False} and config is not None:
             remedy = f"reward.workers={config.reward.workers + 1}"
+        else:
+            remedy = "reward.workers, or more concurrency of an environment's own process"
     return f"{place})", remedy
 
 

@@ -1,12 +1,13 @@
 """Makes a run that continues from a checkpoint of another one, under a name of its own.
 
-The fork has the checkpoint with the chain that led to it, the lineage and metrics of the steps before it, and what became of every prompt
-so far. It has no buffer: its trainer rebuilds one from the checkpoint's ledger, so it trains on none of the prompts again, and the two runs
-share nothing. Files that nobody writes to are linked rather than copied, where the file system can.
+The fork has the checkpoint with the chain that led to it, the lineage, metrics and samples of the steps before it, and what became of
+every prompt so far. It has no buffer: its trainer rebuilds one from the checkpoint's ledger, so it trains on none of the prompts again,
+and the two runs share nothing. Files that nobody writes to are linked rather than copied, where the file system can.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -28,6 +29,7 @@ from headrace.run.folder import INPUTS, SAVED
 from headrace.run.history import RECORD, RunRecord
 from headrace.run.journal import JOURNAL, read_journal, surviving, write_line
 from headrace.run.lineage import FOLDER, NAME, LineageFiles
+from headrace.run.sample_files import Kind, SampleFiles
 
 _TRIES = 3
 
@@ -54,6 +56,7 @@ def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) ->
         retries = _copy_checkpoint(config.checkpoint_folder, version, unfinished / "checkpoints", folder.name)
         _write(unfinished / JOURNAL, b"".join(_journal(config, version, retries)))
         copy_groups(config.run_folder / group_files.FOLDER, unfinished / group_files.FOLDER)
+        _copy_samples(SampleFiles.of(config), version, unfinished / "logs")
         if (config.run_folder / prompt_counts.FILE).exists():
             shutil.copyfile(config.run_folder / prompt_counts.FILE, unfinished / prompt_counts.FILE)
         if (config.run_folder / INPUTS).is_dir():  # not linked: they may be edited
@@ -103,6 +106,17 @@ def _journal(config: Config, version: int, retries: int) -> Iterator[bytes]:
     }
     known = {id(line) for line in [line for line in lines if line.kind == "retry"][:retries]}
     yield from (write_line(line).encode() for line in lines if id(line) in kept | known)
+
+
+def _copy_samples(source: SampleFiles, version: int, folder: Path) -> None:
+    """Copy the samples of the steps that led to the checkpoint, and of the validations up to it."""
+    target = SampleFiles(folder, None)
+    target.make_folder()
+    for kind in get_args(Kind):
+        for step in source.steps(kind):
+            if step < version or (kind != "train" and step == version):
+                with contextlib.suppress(FileNotFoundError):  # its run has removed it meanwhile
+                    link_or_copy(source.path(kind, step), target.path(kind, step))
 
 
 def copy_groups(source: Path, target: Path) -> None:

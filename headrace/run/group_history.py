@@ -52,7 +52,7 @@ class GroupHistory:
         return self._ask(lambda index: [damage for name, damage in index.damaged() if name in present])
 
     def find(self, query: GroupQuery) -> tuple[int, list[GroupSummary]]:
-        """Return how many groups there are, and those from `offset` on. Raises `ConfigError` for a sort or state that there isn't."""
+        """Return how many groups there are, and those from `offset` on."""
         return self._ask(lambda index: index.find(query))
 
     def has_more_texts(self, query: GroupQuery) -> bool:

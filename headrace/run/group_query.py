@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from headrace.base.errors import ConfigError
 from headrace.records.group_event import GroupEvent
 from headrace.records.trajectory import Lane
 from headrace.run.group_record import State
@@ -92,6 +93,13 @@ class GroupQuery:
     sort: str = "order"
     offset: int = 0
     limit: int = 100
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a sort or state that there isn't."""
+        if unknown := set(self.states) - set(get_args(State)):
+            raise ConfigError(f"state {sorted(unknown)[0]!r}: it is one of {', '.join(get_args(State))}")
+        if self.sort.removeprefix("-") not in SORTS:
+            raise ConfigError(f"sort {self.sort!r}: it is one of {', '.join(SORTS)}, or one of these after a -")
 
 
 def parse_row(text: str) -> DataRow | None:

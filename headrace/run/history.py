@@ -25,6 +25,8 @@ from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 
 RECORD = "run.json"
 CURVES = "curves.html"
+# What the best is the best of, where `checkpointing.metric_name` is null: the first of them that has values.
+_BEST_BY = ("val:accuracy", "train:reward")
 RUN_LOCK = ".lock"  # `headrace up` holds it, in the run's folder
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
@@ -88,9 +90,9 @@ class RunHistory:
 
     def best(self) -> Best | None:
         """Return the best value of the metric that chooses checkpoints, or of the reward if that metric has no values."""
-        settings = self.config.checkpointing
-        name = settings.metric_name or "val:accuracy"
-        return find_best(self.lines, name, settings.higher_is_better) or find_best(self.lines, "train:reward", True)
+        settings, (accuracy, reward) = self.config.checkpointing, _BEST_BY
+        name = settings.metric_name or accuracy
+        return find_best(self.lines, name, settings.higher_is_better) or find_best(self.lines, reward, True)
 
 
 # -- metrics of a history
@@ -124,15 +126,23 @@ def find_best(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best 
     return None if step is None else Best(name, step, found[step])
 
 
-def best_weights(config: Config) -> tuple[int, float] | None:
-    """Return the version with the best value of `checkpointing.metric_name`, and that value; None if no checkpoint has a value. It is the
-    version of a checkpoint, or 0 if the validation of the initial model was better than that of every checkpoint. Raises `ServiceError`
-    for a journal or metrics that can't be read."""
+def best_weights(config: Config) -> tuple[int, str, float] | None:
+    """Return the version with the best value of `checkpointing.metric_name`, that metric and the value; None if no checkpoint has a value.
+    Where it is null, the metric is the accuracy, or without validations the reward. The version is that of a checkpoint, or 0 if the
+    validation of the initial model was better than that of every checkpoint. Raises `ServiceError` for a journal or metrics that can't be
+    read."""
     settings = config.checkpointing
-    metric, higher_is_better = settings.metric_name, settings.higher_is_better
+    for metric in _BEST_BY if settings.metric_name is None else [settings.metric_name]:
+        found = _best_weights(config, metric, higher_is_better=settings.higher_is_better)
+        if found is not None:
+            return found[0], metric, found[1]
+    return None
+
+
+def _best_weights(config: Config, metric: str, *, higher_is_better: bool) -> tuple[int, float] | None:
     saved = checkpoints.best(config.checkpoint_folder, metric, higher_is_better=higher_is_better)
-    if metric is None or saved is None:
-        return saved
+    if saved is None:
+        return None
     lines = surviving(read_journal(config.run_folder / JOURNAL))
     initial = find_best([line for line in lines if line.kind == "validation" and line.step == 0], metric, True)
     sign = 1 if higher_is_better else -1

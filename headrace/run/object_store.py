@@ -9,6 +9,7 @@ Under `checkpointing.store` each run has a folder with its id:
     adder/step_40-1f0c/run/…            what a trainer, a command or the page reads of the run's folder: configuration, metrics, groups
     adder/starts/000002.json            the second start of a trainer (`checkpoints.Start`)
     adder/owners/1f0c.json              the sign of life of the trainer on this timeline
+    adder/weights/…                     what replicas pull (`headrace.run.weight_store`)
 
 The starts are the chain of `headrace.run.checkpoints`, and decide in the same way which checkpoints are the run's. A start is made by a
 conditional put, so of two trainers that begin at once one is refused. A checkpoint that an earlier trainer publishes late is off the chain.
@@ -38,6 +39,7 @@ from headrace.config.services import STORE_URL
 from headrace.run.checkpoints import Start, digest_of, on_chain
 
 T = TypeVar("T")
+R = TypeVar("R")
 Progress = Callable[[int], None]  # is told the bytes that were moved
 
 STATUS = "store.json"  # beside the checkpoints: what their newest trainer knows of the store
@@ -124,7 +126,7 @@ class RunStore:
     """The folder of one run in a store, at `url`. All methods raise `ServiceError` for a store that refuses or can't be reached, and
     `CodecError` for what this class did not write there."""
 
-    def __init__(self, url: str, *, patient: bool = True) -> None:
+    def __init__(self, url: str, *, patient: bool = True, writes: bool = True) -> None:
         """Open it, without a request. Raises `MissingPackage`, `ConfigError` for an address that is none, and
         `ServiceError` for one that can't be used, such as for a missing file with credentials."""
         check_package(url)
@@ -137,7 +139,7 @@ class RunStore:
             )
         self.url = url.rstrip("/")
         if url.startswith("file:"):
-            options: dict[str, Any] = {"mkdir": True, "automatic_cleanup": True}
+            options: dict[str, Any] = {"mkdir": True, "automatic_cleanup": True} if writes else {}
         else:
             plain = any(value.startswith("http://") for name, value in os.environ.items() if name in _ENDPOINTS)
             options = {
@@ -154,10 +156,8 @@ class RunStore:
     @classmethod
     def of(cls, config: Config, *, patient: bool = True) -> RunStore | None:
         """Return that of a run; None if its checkpoints stay where they are written."""
-        settings = config.checkpointing
-        if settings.store is None or not settings.enabled:
-            return None
-        return cls(f"{settings.store.rstrip('/')}/{config.run.id}", patient=patient)
+        url = config.run_store
+        return None if url is None or not config.checkpointing.enabled else cls(url, patient=patient)
 
     def try_out(self) -> None:
         """Write, read and remove an object, and see that an object can be made only once."""
@@ -170,22 +170,21 @@ class RunStore:
                     f"{self.url} makes an object twice where a conditional put was asked for (If-None-Match), so two trainers could take "
                     "the same run; give checkpointing.store a store that has these"
                 )
-            if self._read(name) != data:
+            if self.read(name) != data:
                 raise ServiceError(
                     f"{self.url} does not return what was written there; give another checkpointing.store"
                 )
         finally:
-            self._remove([name])
+            self.remove([name])
 
     # -- the chain
 
     def starts(self) -> list[Start]:
         """Return every start so far."""
-        names = sorted(self._list("starts"))
+        names = sorted(self.list_objects("starts"))
         with ThreadPoolExecutor(_FILES * _PARTS, thread_name_prefix="starts") as threads:
             return [
-                self._decode(name, data, Start)
-                for name, data in zip(names, threads.map(self._read, names), strict=True)
+                self._decode(name, data, Start) for name, data in zip(names, threads.map(self.read, names), strict=True)
             ]
 
     def add_start(self, number: int, start: Start) -> None:
@@ -196,7 +195,7 @@ class RunStore:
             )
 
     def count_starts(self) -> int:
-        return len(self._list("starts"))
+        return len(self.list_objects("starts"))
 
     def say_lost(self, what: str) -> str:
         return (
@@ -210,12 +209,12 @@ class RunStore:
         """Return the last sign of life of the trainer on `timeline`."""
         name = f"owners/{timeline}.json"
         try:
-            return self._decode(name, self._read(name), Owner)
+            return self._decode(name, self.read(name), Owner)
         except FileNotFoundError:
             return None
 
     def write_owner(self, timeline: str, owner: Owner) -> None:
-        self._ask(lambda: self._store.put(f"owners/{timeline}.json", msgspec.json.encode(owner)))
+        self.write(f"owners/{timeline}.json", msgspec.json.encode(owner))
 
     # -- checkpoints
 
@@ -224,7 +223,7 @@ class RunStore:
         lacks the start of a trainer that has published one."""
         found: dict[int, str] = {}
         timelines = {start.timeline for start in starts}
-        for name in self._list("manifests"):
+        for name in self.list_objects("manifests"):
             match = _MANIFEST.fullmatch(name.removeprefix("manifests/"))
             if match and match[2] not in timelines:
                 raise CodecError(self.say_lost(f"the start of {name}"))
@@ -234,20 +233,19 @@ class RunStore:
 
     def read_manifest(self, name: str) -> Manifest:
         """Return the manifest of this name. Raises `FileNotFoundError`, and `CodecError` if `write_manifest` did not write it."""
-        manifest = self._decode(name, self._read(name), Manifest)
+        manifest = self._decode(name, self.read(name), Manifest)
         if name != f"manifests/{manifest.folder}.json":
             raise CodecError(f"{self.url}/{name} is the manifest of {manifest.folder}; remove it")
         return manifest
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Publish the checkpoint, all of whose files are there."""
-        data = msgspec.json.encode(manifest)
-        self._ask(lambda: self._store.put(f"manifests/{manifest.folder}.json", data))
+        self.write(f"manifests/{manifest.folder}.json", msgspec.json.encode(manifest))
 
     def send(self, manifest: Manifest, paths: Mapping[str, Path], progress: Progress) -> None:
         """Send the files of a checkpoint, at `paths` by name, except those that are there. Raises `OSError` for a file that can't be read,
         and `ServiceError` for one that is not what the manifest says."""
-        there = self._list(manifest.folder)
+        there = self.list_objects(manifest.folder)
 
         def send(name: str) -> None:
             file, target = manifest.files[name], f"{manifest.folder}/{name}"
@@ -278,17 +276,17 @@ class RunStore:
         with ThreadPoolExecutor(_FILES, thread_name_prefix="store") as threads:
             # the largest first, so that one is not left to the end
             names = sorted(manifest.files, key=lambda name: manifest.files[name].size, reverse=True)
-            _all(threads, send, names)
+            run_all(threads, send, names)
 
     def remove_checkpoint(self, folder: str) -> None:
         """Remove a checkpoint, or what was sent of one: its manifest first, so that no reader finds half of it."""
-        self._remove([f"manifests/{folder}.json"])
-        self._remove([*self._list(folder)])
+        self.remove([f"manifests/{folder}.json"])
+        self.remove([*self.list_objects(folder)])
 
     def list_unpublished(self) -> list[str]:
         """Return the folders of checkpoints without a manifest."""
         found = self._ask(lambda: self._store.list_with_delimiter(None))
-        published = {name.removeprefix("manifests/").removesuffix(".json") for name in self._list("manifests")}
+        published = {name.removeprefix("manifests/").removesuffix(".json") for name in self.list_objects("manifests")}
         return [folder for folder in found["common_prefixes"] if folder.startswith("step_") and folder not in published]
 
     def fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> str | None:
@@ -297,7 +295,7 @@ class RunStore:
         for name in manifest.files:
             if not (folder / name).resolve().is_relative_to(folder.resolve()):
                 return f"{self.url}/{manifest.folder}: {name} leads out of the folder of the checkpoint"
-        there = self._list(manifest.folder)
+        there = self.list_objects(manifest.folder)
         for name, file in sorted(manifest.files.items()):
             if (size := there.get(f"{manifest.folder}/{name}")) != file.size:
                 what = "is missing" if size is None else f"has {size} bytes, and {file.size} were sent"
@@ -333,14 +331,14 @@ class RunStore:
 
         with ThreadPoolExecutor(_FILES * _PARTS, thread_name_prefix="store") as threads:
             try:
-                _all(threads, fetch, manifest.files)
+                run_all(threads, fetch, manifest.files)
             finally:
                 ended.set()
         return min(problems, default=None)
 
     # -- objects
 
-    def _list(self, folder: str) -> dict[str, int]:
+    def list_objects(self, folder: str) -> dict[str, int]:
         """Return the sizes of the objects in a folder, by name."""
         found = self._ask(lambda: [each for chunk in self._store.list(folder) for each in chunk])
         return {each["path"]: each["size"] for each in found}
@@ -353,11 +351,12 @@ class RunStore:
             self._ask(lambda: self._store.put(name, data, mode="create"), AlreadyExistsError)
         except AlreadyExistsError:
             with contextlib.suppress(FileNotFoundError):  # another is making it now
-                return self._read(name) == data  # it was this one: the answer was lost, and the library asked again
+                return self.read(name) == data  # it was this one: the answer was lost, and the library asked again
             return False
         return True
 
-    def _read(self, name: str) -> bytes:
+    def read(self, name: str) -> bytes:
+        """Return the content of an object. Raises `FileNotFoundError`."""
         return bytes(self._ask(lambda: self._store.get(name).bytes(), FileNotFoundError))
 
     def _parts(self, name: str, size: int) -> Iterator[bytes]:
@@ -376,7 +375,12 @@ class RunStore:
             digest.update(part)
         return digest.hexdigest()
 
-    def _remove(self, names: Sequence[str]) -> None:
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Make an object or replace it: a reader finds all of it, or what was there before."""
+        self._ask(lambda: self._store.put(name, data))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects. None of them needs to be there."""
         with contextlib.suppress(FileNotFoundError):
             if names:
                 self._ask(lambda: self._store.delete([*names]), FileNotFoundError)
@@ -456,12 +460,11 @@ class _Reader:
         return data
 
 
-def _all(threads: ThreadPoolExecutor, work: Callable[[str], None], names: Iterable[str]) -> None:
-    """Do the work for each name. After the first error the rest is left out, and the error is raised."""
-    futures = [threads.submit(work, name) for name in names]
+def run_all(threads: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the result of the work for each item. After the first error the rest is left out, and the error is raised."""
+    futures = [threads.submit(work, item) for item in items]
     try:
-        for future in futures:
-            future.result()
+        return [future.result() for future in futures]
     finally:
         for future in futures:
             future.cancel()

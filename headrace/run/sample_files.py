@@ -105,9 +105,10 @@ class SampleFiles:
         count = f"{len(kept)} are kept, from {min(kept)} to {max(kept)}" if len(kept) > 1 else f"only {kept[0]} is kept"
         if self.keep is not None and len(kept) >= self.keep:
             return f"removed by the bound logger.keep_step_data={self.keep}; {count}"
-        if self.most_bytes is not None:
+        sizes = [file.size for file in self._list()]
+        if self.most_bytes is not None and sum(sizes) + max(sizes) > self.most_bytes:
             return f"removed by the bound logger.keep_step_data_bytes={self.most_bytes} ({write_size(self.most_bytes)}); {count}"
-        return f"the run removes none, so it was removed by hand; {count}"
+        return f"moved, not copied, or removed when samples were larger or the bounds less; {count}"
 
     def _list(self) -> list[_StepFile]:
         """Return the files, those written first first."""

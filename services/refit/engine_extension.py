@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ from headrace_services.refit.manifest import ADAPTER, Manifest
 from headrace_services.refit.proof import AdapterProof, WeightProof
 from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted, WatchedStates
 from headrace_services.refit.state_watch import StateWatch, find_layers
-from headrace_services.refit.transfer import ReceivedTensor, receive
+from headrace_services.refit.transfer import ReceivedTensor, read, receive
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +72,12 @@ class JoinGroup(WeightTransferInitInfo):
 
 @dataclass
 class WeightUpdate(WeightTransferUpdateInfo):
-    """The contents of a broadcast (an encoded `Manifest`), and its timeout in seconds."""
+    """The contents of a broadcast (an encoded `Manifest`), and its timeout in seconds. Or those of a `file`, and its tensors' checksums."""
 
     manifest: dict[str, Any]
     timeout_s: float
+    file: str = ""
+    checksums: Sequence[int] = ()
 
 
 class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
@@ -122,7 +124,7 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         """Do nothing: see the class."""
 
     def receive_weights(self, update_info: WeightUpdate) -> None:
-        """Load a broadcast (the model, its adapter or both), and prove that the model holds it and computes with it.
+        """Load a broadcast or a file (the model, its adapter or both), and prove that the model holds it and computes with it.
 
         A failure here does not end the collective: this worker still receives the rest of the broadcast, for the other members and this
         replica's other workers.
@@ -247,7 +249,10 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             yield [one for one in bucket if not one.name.startswith(ADAPTER)]
 
     def _buckets(self, update: WeightUpdate) -> Buckets:
-        """Yield the tensors of a broadcast, a bucket at a time."""
+        """Yield the tensors of a broadcast or a file, a bucket at a time."""
+        if update.file:
+            yield from read(update.file, Manifest.decode(update.manifest), update.checksums)
+            return
         if self._channel is None:
             raise WeightChannelError("this worker has not joined a group; the trainer must form one")
         manifest, deadline = Manifest.decode(update.manifest), time.monotonic() + update.timeout_s

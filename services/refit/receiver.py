@@ -20,7 +20,7 @@ from headrace.base.errors import CodecError, Fenced, Restartable, WeightChannelE
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, RefitVerdict, ReplayClient
-from headrace_services.refit.rendezvous import Announcement, Rendezvous
+from headrace_services.refit.rendezvous import Announcement, Pulled, Rendezvous, decode_rendezvous
 from headrace_services.refit.states import Sketches, first_difference
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ class WeightReceiver:
             await self._replay.acknowledge(self._replica, epoch.id)
 
     async def take_part(self, epoch: Epoch) -> bool:
-        """Receive the epoch's weights, compute the probe with them and report it. Return True if that makes the replica HEALTHY.
+        """Receive the epoch's weights, or load those that were pulled, compute the probe with them and report it. Return True if that makes
+        the replica HEALTHY.
 
         On failure the replica refuses the epoch with the reason and becomes STALE. If its weights are then incomplete or unverified, the
         engine stays paused until a later epoch succeeds. Raises `Restartable` if the engine hangs, vLLM's `EngineDeadError` if it died,
@@ -187,8 +188,9 @@ class WeightReceiver:
         """
         self.seconds = {}
         try:
-            rendezvous = Rendezvous.decode(epoch.rendezvous)
-            await self._join(epoch, rendezvous)
+            rendezvous = decode_rendezvous(epoch.rendezvous)
+            if isinstance(rendezvous, Rendezvous):
+                await self._join(epoch, rendezvous)
             await self._install(epoch, rendezvous)
             logprobs = await self._probe(epoch, rendezvous)
             finding = await self._compare_states(epoch, rendezvous)
@@ -250,13 +252,16 @@ class WeightReceiver:
         await self._workers("joining the group", "join_group", {"init_info": request}, rendezvous)
         self._group = group
 
-    async def _install(self, epoch: Epoch, rendezvous: Rendezvous) -> None:
+    async def _install(self, epoch: Epoch, rendezvous: Rendezvous | Pulled) -> None:
         """Pause, receive, resume. After an error the engine stays paused, because its weights are a mixture of versions."""
         self._held = None
         await self._pause()
         # Not before the pause: until then the engine computes with the old weights. Random, because versions repeat after a rewind.
         self._cache_salt = secrets.token_hex(8)
-        await self._receive(rendezvous)
+        if isinstance(rendezvous, Pulled):
+            await self._load(rendezvous)
+        else:
+            await self._receive(rendezvous)
         version = self._engine.update_weight_version(str(epoch.version))
         await self._call("naming the version", version, rendezvous.timeout_s)
         await self._call("resuming", self._engine.resume_generation(), rendezvous.timeout_s)
@@ -267,7 +272,18 @@ class WeightReceiver:
         await self._workers("receiving weights", "receive_weights", {"update_info": update}, rendezvous)
         self._group = group  # a group that lost a transfer is never used again
 
-    async def _workers(self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous) -> None:
+    async def _load(self, pulled: Pulled) -> None:
+        update = {
+            "manifest": pulled.manifest.encode(),
+            "timeout_s": pulled.timeout_s,
+            "file": pulled.file,
+            "checksums": pulled.checksums,
+        }
+        await self._workers("loading weights", "receive_weights", {"update_info": update}, pulled)
+
+    async def _workers(
+        self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous | Pulled
+    ) -> None:
         """Run `method` of the extension in every worker of the engine. Once all have answered, raise the worst failure: "hangs", then
         "failed", then "interrupted"."""
         calls = self._engine.collective_rpc(method, kwargs=arguments)
@@ -293,7 +309,7 @@ class WeightReceiver:
             await self._engine.renderer.clear_mm_cache_async()
         await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
 
-    async def _probe(self, epoch: Epoch, rendezvous: Rendezvous) -> Float32:
+    async def _probe(self, epoch: Epoch, rendezvous: Rendezvous | Pulled) -> Float32:
         probe = self._prompt_logprobs(f"probe-{epoch.id}", rendezvous.probe_token_ids)
         logprobs = await self._call("computing the probe", probe, rendezvous.timeout_s)
         if not np.isfinite(logprobs).all():
@@ -301,7 +317,7 @@ class WeightReceiver:
             raise WeightChannelError("computing the probe: its log-probabilities are not finite")
         return logprobs
 
-    async def _compare_states(self, epoch: Epoch, rendezvous: Rendezvous) -> str:
+    async def _compare_states(self, epoch: Epoch, rendezvous: Rendezvous | Pulled) -> str:
         """Say where the engine's states begin to differ from the trainer's, if the last probe failed and the trainer has sent its own. The
         engine computes the probe once more, without compiled code and CUDA graphs, in which no layer can be watched. Nothing else runs
         in it: the failure discarded what ran, and unverified weights get no new work."""

@@ -1,6 +1,7 @@
-"""The trainer's messages to the members of an epoch: first which are excluded, then where to connect, what is sent, and the probe.
+"""The trainer's messages to the members of an epoch: first which are excluded, then where to connect, what is sent, and the probe. And its
+message to replicas that pull: what is in the store, and the probe.
 
-The buffer carries both as opaque msgpack maps (`Epoch.rendezvous`).
+The buffer carries them as opaque msgpack maps (`Epoch.rendezvous`).
 """
 
 from __future__ import annotations
@@ -84,6 +85,43 @@ class Rendezvous(msgspec.Struct, frozen=True):
             if not math.isfinite(seconds := getattr(rendezvous, name)):
                 raise CodecError(f"rendezvous: {name} is not finite: {seconds}")
         return rendezvous
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Sent once a version is in the store: the digest of its list (`headrace.run.weight_store`), and the probe. What a replica does with
+    the weights ends after `timeout_s`."""
+
+    digest: str
+    probe_token_ids: Int32
+    timeout_s: AboveZero
+
+    def encode(self) -> dict[str, Any]:
+        return _encode(self)
+
+    @classmethod
+    def decode(cls, fields: Any) -> Offer:
+        """Decode the message. Raises `CodecError` naming what is wrong."""
+        return _decode(fields, cls)
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """An offer whose weights are in a `file` of this machine, each with its checksum: what a replica gives to itself in place of a
+    `Rendezvous`."""
+
+    file: str
+    manifest: Manifest
+    checksums: tuple[int, ...]
+    probe_token_ids: Int32
+    timeout_s: AboveZero
+    states: None = None
+
+    def encode(self) -> dict[str, Any]:
+        return _encode(self)
+
+
+def decode_rendezvous(fields: Any) -> Rendezvous | Pulled:
+    """Decode what a member of an epoch in transfer was given. Raises `CodecError` naming what is wrong."""
+    return _decode(fields, Pulled) if isinstance(fields, dict) and "file" in fields else Rendezvous.decode(fields)
 
 
 def _encode(record: msgspec.Struct) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class WeightSender:
                 "Lower the learning rate, and start again from the last checkpoint"
             )
         bounds = tolerance or self._tolerance
-        manifest = self._manifest(source)
+        manifest = self.manifest(source)
         refit = _Refit(version, timeline, source, adapter, source, manifest, probe_ids, probe_logprobs, bounds, states)
         already_given_up = len(self._backends.given_up)
         for attempt in itertools.count(1):
@@ -257,7 +257,7 @@ class WeightSender:
         adapter = refit.adapter if self._have_model.issuperset(epoch.acknowledged) else None
         source = refit.whole if adapter is None else adapter
         if source is not refit.source:
-            refit.source, refit.manifest = source, self._manifest(source)
+            refit.source, refit.manifest = source, self.manifest(source)
         rendezvous = await self._rendezvous(epoch, refit)
         # before any member's: a member that gave up first would leave a transfer of which nobody could tell who held it up
         deadline = time.monotonic() + rendezvous.timeout_s
@@ -295,7 +295,8 @@ class WeightSender:
             self._close_channel()  # some member may have left the group
         return ended, outcome
 
-    def _manifest(self, source: WeightSource) -> Manifest:
+    def manifest(self, source: WeightSource) -> Manifest:
+        """Return what replicas get of `source`, in their dtype."""
         return Manifest.of(
             ((name, self._dtype if dtype in FLOATS else dtype, shape) for name, dtype, shape in source.metadata()),
             self._config.bucket_size("cpu" if self._gpu is None else "cuda"),

@@ -1,4 +1,4 @@
-"""How weights go through a channel: in buckets, each tensor with a checksum.
+"""How weights go through a channel, or a file: in buckets, each tensor with a checksum.
 
 The buckets of a transfer alternate between two buffers: while one travels, the sender fills the other, and a receiver loads the previous
 one. On a GPU they travel on their own stream, so that the three overlap there too, and nothing goes through the host.
@@ -7,7 +7,7 @@ one. On a GPU they travel on their own stream, so that the three overlap there t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
             plan = manifest.buckets()
             for bucket, flat in zip(plan, channel.buffers([bucket.nbytes for bucket in plan]), strict=True):
                 with travelling:
-                    checksums += _fill(flat, bucket, stream)
+                    _fill(flat, bucket, stream, lambda part: checksums.append(checksum(part)))
                 travelling = channel.broadcasting(flat, deadline)
             with travelling:
                 sums = torch.stack(checksums)
@@ -56,9 +56,57 @@ def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch
         raise ValueError(f"the source yielded {surplus} tensors more than the manifest announces")
 
 
-def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Write the bucket's tensors, which are next in `stream`, and return the checksum of each as it was written."""
-    checksums = []
+def copy(
+    manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the bytes of each bucket of `source`, in host memory, and its tensors, which are parts of these. Raises as `send`."""
+    flats: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
+    stream = iter(source)
+    try:
+        for bucket in manifest.buckets():
+            flats.append(torch.empty(bucket.nbytes, dtype=torch.uint8))
+            _fill(flats[-1], bucket, stream, tensors.append)
+    finally:
+        surplus = sum(1 for _ in stream)
+    if surplus:
+        raise ValueError(f"the source yielded {surplus} tensors more than the manifest announces")
+    return flats, tensors
+
+
+def read(file: str, manifest: Manifest, checksums: Sequence[int]) -> Iterator[list[ReceivedTensor]]:
+    """Yield the manifest's tensors from a file that has their bytes one after the other, a bucket at a time. Raises `WeightChannelError`,
+    at the end also if a tensor has another checksum."""
+    mine: list[torch.Tensor] = []
+    with open(file, "rb") as opened:
+        for bucket in manifest.buckets():
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            if opened.readinto(flat.numpy().data) != bucket.nbytes:
+                raise WeightChannelError(f"{file} ends within the weights")
+            values = flat.view(getattr(torch, bucket.dtype)).split([spec.numel for spec in bucket.tensors])
+            sums = [checksum(value) for value in values]
+            mine += sums
+            yield [
+                ReceivedTensor(spec.name, value.view(spec.shape), known)
+                for spec, value, known in zip(bucket.tensors, values, sums, strict=True)
+            ]
+    _compare(manifest, [one == other for one, other in zip(torch.stack(mine).tolist(), checksums, strict=True)])
+
+
+def _compare(manifest: Manifest, same: Sequence[bool]) -> None:
+    if torn := [name for name, is_same in zip(manifest.names, same, strict=True) if not is_same]:
+        raise WeightChannelError(
+            f"{len(torn)} tensors arrived with bytes that differ from those sent, the first is {torn[0]}"
+        )
+
+
+def _fill(
+    flat: torch.Tensor,
+    bucket: Bucket,
+    stream: Iterator[tuple[str, torch.Tensor]],
+    note: Callable[[torch.Tensor], object],
+) -> None:
+    """Write the bucket's tensors, which are next in `stream`, and call `note` with each as it was written."""
     offset = 0
     for spec in bucket.tensors:
         name, tensor = next(stream, ("the end", torch.empty(0)))
@@ -68,9 +116,8 @@ def _fill(flat: torch.Tensor, bucket: Bucket, stream: Iterator[tuple[str, torch.
         if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
             raise ValueError(f"the manifest announces {spec}, the source yielded {found}")
         part.copy_(tensor.detach().reshape(-1))
-        checksums.append(checksum(part))
+        note(part)
         offset += spec.nbytes
-    return checksums
 
 
 def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[list[ReceivedTensor]]:
@@ -99,10 +146,7 @@ def receive(channel: Channel, manifest: Manifest, deadline: float) -> Iterator[l
                 ]
                 summed.result()
             channel.report_received(number)
-    if torn := [name for name, same in zip(manifest.names, (mine == theirs).tolist(), strict=True) if not same]:
-        raise WeightChannelError(
-            f"{len(torn)} tensors arrived with bytes that differ from those sent, the first is {torn[0]}"
-        )
+    _compare(manifest, (mine == theirs).tolist())
 
 
 def _sum(tensors: Sequence[torch.Tensor], sums: torch.Tensor, stream: torch.cuda.Stream | None) -> None:

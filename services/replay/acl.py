@@ -38,10 +38,12 @@ class Role:
 _REPLAY = "make_room append_event open_run take_scoring renew_scoring release_scoring score"
 _TRAINER = (
     "make_room rewind restore refilled enqueue close reserve reject commit drained masked publish_metrics evaluated drop_validation "
-    "open_epoch begin_epoch end_epoch disagreements quarantine"
+    "open_epoch begin_epoch end_epoch offer disagreements quarantine"
 )
 _OPERATOR = "retry"
-_ROLLOUT = "make_room register deregister heartbeat lease push save release abandon acknowledge verify refuse"
+_ROLLOUT = (
+    "make_room register register_puller deregister heartbeat lease push save release abandon acknowledge verify refuse"
+)
 _AGENTS = "make_room register_runner deregister_runner runner_heartbeat lease_episodes append finish release"
 
 # the roles that open the run

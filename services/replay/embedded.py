@@ -18,9 +18,9 @@ from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
 from headrace.base.errors import PortTaken, ServiceError
+from headrace.base.parent import admit, reservations
 from headrace.config import Config
 from headrace.net.credentials import REDIS_ROLES, load_credentials, login, write
-from headrace.net.service import admit, reservations
 from headrace.replay.connection import keeping_cancellation
 from headrace_services.replay import acl
 
@@ -30,7 +30,7 @@ _STOP_S, _REPAIR_S = 10.0, 600.0
 # gRPC threads, whose libraries may crash there.
 _LAUNCHER = """
 import os, sys
-from headrace.net.service import admit, die_with_parent, reservations
+from headrace.base.parent import admit, die_with_parent, reservations
 die_with_parent()
 if os.getppid() == int(sys.argv[1]):
     for descriptor in reservations():

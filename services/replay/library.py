@@ -35,7 +35,7 @@ _COMMENT_OR_STRING = re.compile(r"--[^\n]*|'(?:\\.|[^'\\\n])*'|\"(?:\\.|[^\"\\\n
 _COMMAND = re.compile(r"redis\.call\('([A-Z]+)'")
 _READER = re.compile(r"^register_reader\(", re.MULTILINE)
 # the line above each file in the joined source
-_BEGINS = re.compile(r"do  -- (\w+)\.lua")
+_BEGINS = re.compile(r"(?:do|\(function\(\))  -- (\w+)\.lua")
 # ends a line of names, however many they are
 _LONG = "  -- luacheck: ignore 631"
 # commands that change nothing
@@ -128,6 +128,10 @@ def _scope(name: str, text: str) -> str:
     return f"do  -- {name}.lua\n{text}\nend\n"
 
 
+def _function(name: str, text: str) -> str:
+    return f"(function()  -- {name}.lua\n{text}\nend)();\n"
+
+
 class Library:
     """The Lua files of a folder, checked and ordered. Raises `LibraryError`."""
 
@@ -183,15 +187,16 @@ class Library:
         return f"{self.name}:{line}"
 
     def _join(self) -> str:
-        """Join the files. Each has its own scope, because Lua allows only 200 local variables per scope. The names that a shared file
-        defines for others are declared before its scope. COMMANDS has the commands of each function."""
+        """Join the files. Each has its own scope, because Lua allows only 200 local variables at a time in a function. The names that a
+        shared file defines for others are declared before its scope; a transition is a function of its own, so that its names don't count
+        beside them. COMMANDS has the commands of each function."""
         commands = [f"{name} = '{' '.join(sorted(self.commands(name)))}'" for name in self._transitions]
         parts = [f"local COMMANDS = {{{', '.join(commands)}}}{_LONG}"]
         for name in self._order:
             taken = self._taken_from(name)
             parts.append(f"local {', '.join(sorted(taken))}{_LONG}")
             parts.append(_scope(name, self._shared[name].defining(taken)))
-        parts += [_scope(name, file.text) for name, file in self._transitions.items()]
+        parts += [_function(name, file.text) for name, file in self._transitions.items()]
         return "\n".join(parts)
 
     def _taken_from(self, name: str) -> set[str]:

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from headrace_services.reward import sandbox_kernel as kernel
 from headrace_services.reward.frames import read_frame, write_frame
 

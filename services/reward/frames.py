@@ -12,7 +12,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from headrace_services.reward.sandbox import Level
 
 LENGTH = struct.Struct(">I")

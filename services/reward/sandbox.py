@@ -27,7 +27,7 @@ from typing import NoReturn
 
 import headrace
 from headrace.base.errors import ServiceError
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from headrace_services.reward import sandbox_kernel as kernel
 
 MAX_RESULT_BYTES = 64 * 1024

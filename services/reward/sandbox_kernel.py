@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 
 # Computing, memory, reading allowed files, writing to open files, ending. Any other call ends the process: an error would not do, because
 # a scorer may swallow it, which would look like a wrong answer.

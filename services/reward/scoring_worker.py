@@ -9,7 +9,6 @@ what sleeps.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import select
@@ -25,6 +24,7 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig, SandboxedConfig, read_environment
 from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.wire import sample_from_wire, score_to_wire
+from headrace.net.service import importing
 from headrace.records.score import Score
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.reward.environments import make
@@ -67,10 +67,9 @@ def main(make: Make = make) -> None:
     hub = HubPipes()
     specification = hub.specification(Specification)
     try:
-        environments = _load(specification, make)
+        with importing():  # what is frozen, a garbage collection in a child does not copy
+            environments = _load(specification, make)
         _check_threads()
-        gc.collect()
-        gc.freeze()  # a garbage collection in a child would copy everything that the scorers have loaded
         sandbox = Sandbox({*specification.levels})
     except ImportError as error:
         hub.say(Started(problem=f"{error}; pip install 'headrace[reward]'"))

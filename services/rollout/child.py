@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.base import scratch
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 
 PLUGIN = "headrace_rollout"  # its name in pyproject.toml
 GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")

@@ -67,7 +67,8 @@ class WorkerState:
     `reply`: the reply to the newest heartbeat, which may be older than the replica's last action. `held`: tokens of the leases being
     generated. `calls`: timelines of the calls being sampled. `weights`: (timeline, version) of the engine's weights if they are verified.
     `answered`: the last epoch that the replica acknowledged, or that excluded it. `attempted`: the last epoch whose transfer it joined,
-    whatever the outcome. `refitting`: that refit is still running. `torn`: it failed.
+    whatever the outcome. `refitting`: that refit is still running. `torn`: it failed. One that `pulls` its weights has in `reply` an epoch
+    of its own once newer ones are here.
     """
 
     replica: str
@@ -81,6 +82,7 @@ class WorkerState:
     torn: bool
     in_flight_updates: bool
     max_groups: int
+    pulls: bool = False
 
 
 def decide(now: WorkerState) -> list[Action]:
@@ -123,7 +125,8 @@ def _end_calls(timelines: frozenset[str]) -> list[Action]:
 
 def _join(now: WorkerState, epoch: Epoch, *, busy: bool) -> list[Action]:
     if epoch.state == "transfer":
-        return [TakePart(epoch)] if now.replica in epoch.acknowledged else []
+        drains = now.pulls and busy and not now.in_flight_updates
+        return [TakePart(epoch)] if now.replica in epoch.acknowledged and not drains else []
     waits_for_trainer = now.replica in epoch.acknowledged or epoch.id == now.answered
     if waits_for_trainer or (busy and not now.in_flight_updates):
         return []

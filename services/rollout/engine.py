@@ -191,6 +191,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     try:
         with importing():
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.model_executor.models import registry
             from vllm.platforms import current_platform
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -212,6 +213,10 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     memory = min((device.memory or 0 for device in own), default=0)
     vllm_cfg = config.policy.generation.vllm_cfg.resolve(on_cpu=on_cpu, device_memory=memory)
     log.info("the engine on %s: %s", current_platform.device_type, vllm_cfg.sizes)
+    if on_cpu:
+        # vLLM looks at a model's class in an interpreter of its own, lest CUDA be initialized here. Where its cache is new or can't be
+        # written, that imports everything once more: 8 s of a core.
+        registry._run_in_subprocess = lambda look: look()
     if on_cpu and vllm_cfg.enforce_eager:
         # vLLM's helper functions are compiled on first use, even if the model is not: that would take 15 s of the first request
         os.environ["TORCH_COMPILE_DISABLE"] = "1"

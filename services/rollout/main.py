@@ -27,6 +27,7 @@ from headrace.replay import ReplayClient
 from headrace_services.rollout.announcement import announced
 from headrace_services.rollout.engine import describe, running_engine
 from headrace_services.rollout.http import build_app, exported
+from headrace_services.rollout.pulling import Puller
 from headrace_services.rollout.worker import RolloutWorker
 
 if TYPE_CHECKING:
@@ -109,9 +110,10 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "model": config.policy.model_name,
     }
     log.info("%s", await describe(engine))
-    worker = RolloutWorker(config, engine, replay, info)
     access = HttpAccess.of(config, config.rollout.host, {ROLE: frozenset(PATHS)})
-    with exported(worker, engine):
+    with Puller.of(config, replay) as puller, contextlib.ExitStack() as stack:
+        worker = RolloutWorker(config, engine, replay, info, puller)
+        stack.enter_context(exported(worker, engine))
         async with serve_http(build_app(config, engine, worker), sock, access):
             await worker.run(stop)
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headrace.base.errors import Fenced, HeadraceError, InvalidCall, ReplayUnavailable, Restartable, Surplus
 from headrace.base.tasks import cancel
 from headrace.config import Config
@@ -47,6 +49,7 @@ from headrace_services.rollout.generate import (
     sampled_tokens,
 )
 from headrace_services.rollout.progress import Progress
+from headrace_services.rollout.pulling import Puller
 from headrace_services.rollout.pushes import Pushes
 from headrace_services.rollout.sequence_slots import SequenceSlots
 
@@ -103,7 +106,14 @@ class ReplicaStatus:
 class RolloutWorker:
     """One replica. Only the event loop that runs `run` may use `engine`."""
 
-    def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, info: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: AsyncLLM,
+        replay: ReplayClient,
+        info: Mapping[str, Any],
+        puller: Puller | None = None,
+    ) -> None:
         self.status = ReplicaStatus()
         self.replica = _new_id()
         self.receiver = WeightReceiver(config, engine, replay, self.replica)
@@ -112,6 +122,8 @@ class RolloutWorker:
         self._engine = engine
         self._replay = replay
         self._info = info
+        self._puller = puller
+        self._must_rejoin = False  # the weights that it pulled were not verified
         # retries until the buffer answers, which is `LeaseLost` if the lease has expired by then
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
@@ -139,7 +151,7 @@ class RolloutWorker:
 
         Waits while the buffer is unreachable. Raises vLLM's `EngineDeadError`, and `Restartable` if the engine hangs.
         """
-        await self._replay.register(self.replica, self._info)
+        await self._register()
         died = False
         watchdog = asyncio.create_task(self._watch_engine())
         watchdog.add_done_callback(lambda _: self._changed.set())
@@ -155,6 +167,10 @@ class RolloutWorker:
         finally:
             await cancel([watchdog])
             await self._leave(died)
+
+    async def _register(self) -> None:
+        enter = self._replay.register if self._puller is None else self._replay.register_puller
+        await enter(self.replica, self._info)
 
     async def _watch_engine(self) -> None:
         """Poll the engine for its weight version, which it answers between two steps of the model, whatever it is doing.
@@ -181,8 +197,14 @@ class RolloutWorker:
         self._changed.clear()
         self._reap()
         try:
+            if self._must_rejoin:
+                await self._act(Rejoin())
+                self._must_rejoin = False
             progress = self._progress.count((lease for lease, _ in self._groups.values()), self._sampled)
             reply = await self._replay.heartbeat(self.replica, [*progress], [*progress.values()])
+            if self._puller is not None:
+                epoch = await self._puller.look(self.replica, self.receiver.weights)
+                reply = msgspec.structs.replace(reply, epoch=epoch)
             self._note(reply)
             self._reply = reply
             for action in decisions.decide(self._state(reply)):
@@ -215,6 +237,7 @@ class RolloutWorker:
             torn=self.status.torn is not None,
             in_flight_updates=self._config.algorithm.asynchrony.in_flight_weight_updates,
             max_groups=self._config.rollout.max_concurrent_groups,
+            pulls=self._puller is not None,
         )
 
     def _note(self, reply: HeartbeatReply) -> None:
@@ -228,7 +251,10 @@ class RolloutWorker:
         epoch = reply.epoch
         if epoch is not None and self.replica in epoch.verified:
             self.status.version, self.status.timeline = epoch.version, epoch.timeline
-        self.status.refused = epoch.refused.get(self.replica) if epoch is not None else None
+        if self._puller is not None:
+            self.status.refused = self._puller.problem
+        else:
+            self.status.refused = epoch.refused.get(self.replica) if epoch is not None else None
 
     async def _act(self, action: Action) -> None:
         match action:
@@ -246,8 +272,9 @@ class RolloutWorker:
                 old, self.replica = self.replica, _new_id()
                 self.receiver = WeightReceiver(self._config, self._engine, self._replay, self.replica)
                 log.warning("%s re-enters the fleet as %s", old, self.replica)
+                self._attempted = None  # what is pulled has the same name for every replica
                 await self._replay.deregister(old)
-                await self._replay.register(self.replica, self._info)
+                await self._register()
             case Acknowledge(epoch):
                 await self.receiver.acknowledge(epoch)
                 self._answered = epoch.id
@@ -307,10 +334,15 @@ class RolloutWorker:
         self.status.refits["verified" if verified else "failed"] += 1
         if verified:
             self.status.version, self.status.timeline, self.status.torn = epoch.version, epoch.timeline, None
+            if self._puller is not None:
+                self._puller.succeed()
         else:
             self.status.torn = f"the refit to version {epoch.version} was not verified"
             await self._end_calls(set(self._calls.values()))
             await self._give_back(self.status.torn)
+            if self._puller is not None:
+                self._puller.fail(self.status.torn)
+                self._must_rejoin = True
         self._verified.set()
 
     async def _give_back(self, reason: str) -> None:
@@ -509,6 +541,8 @@ class RolloutWorker:
             await self._save_all()
         await self._stop_generating(self.held)
         await self._pushes.aclose()
+        if self._puller is not None:
+            await self._puller.aclose()
         try:
             await self._replay.deregister(self.replica, died=died)
         except ReplayUnavailable as error:

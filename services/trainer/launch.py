@@ -21,7 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import main as torchrun
 
-from headrace.net.service import EXIT_INTERNAL_ERROR, SAVE_DEADLINE_S, admit
+from headrace.base.parent import admit
+from headrace.net.service import EXIT_INTERNAL_ERROR, SAVE_DEADLINE_S
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.base.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
 from headrace.base.model_name import check_model_name, check_tokenizer_name
+from headrace.base.parent import die_with_parent
 from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, bind, die_with_parent, serve_http, stop_on_signals, stop_signals
+from headrace.net.service import EXIT_STOPPED, bind, serve_http, stop_on_signals, stop_signals
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
@@ -30,6 +31,7 @@ from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
 from headrace_services.trainer.control.loop import Loop
+from headrace_services.trainer.control.offers import Offers
 from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
 from headrace_services.trainer.control.resume import check_prompts, resume
 from headrace_services.trainer.control.snapshots import Snapshots
@@ -166,6 +168,9 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             await asyncio.to_thread(lineage.supersede, resumed.version)
             sender = dependencies.sender(config, replay)
             stack.push_async_callback(sender.aclose)
+            offers = Offers.of(config, replay, retry, resumed.timeline)
+            if offers is not None:
+                stack.callback(offers.close)
             now_writer = NowWriter(config, replay)
             stack.push_async_callback(cancel, [asyncio.create_task(now_writer.run())])
             context = TrainerContext(
@@ -189,6 +194,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 stop=stop,
                 began=began,
                 uploads=uploads,
+                offers=offers,
             )
             telemetry.start(lead.learner.tokenizer)
             try:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from tests.chaos.auditor import judge
 from tests.chaos.evidence import read
 from tests.chaos.plan import Topology

@@ -125,7 +125,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
         left = first.stop(signal.SIGKILL)
     left += leftovers(place)
 
-    arguments.append(f"grpo.max_num_steps={STEPS}")
+    arguments += [f"grpo.max_num_steps={STEPS}", "page.port=null"]
     with collecting() as collector:
         traced = forked(place / "services") | collector.variables
         second = Up(DEMO, *arguments, output=place / "second.out", cwd=place, environ=traced)

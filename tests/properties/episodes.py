@@ -93,7 +93,11 @@ class Episodes(Fleet):
         if member is None or not self.is_alive(name):
             self.refuse(Fenced)
         assert isinstance(seen, list), seen
-        versions = [replica.version for id_, replica in self.members.items() if self.healthy(id_)]
+        versions = [
+            replica.version
+            for id_, replica in self.members.items()
+            if self.healthy(id_) and (not replica.pulls or replica.version + self.reach >= self.next_step)
+        ]
         if versions:
             free = {"train": slots, "validation": validation_slots}
             self.lease_to(Taker(name, member, min(versions), 256, free, "episodes"), seen)

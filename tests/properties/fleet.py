@@ -10,7 +10,7 @@ from headrace.base.errors import Fenced, InvalidCall, LeaseLost, NotVerified, Re
 from headrace.records.trajectory import AnyTrajectory, Trajectory
 from headrace.replay import HeartbeatReply, Lease, RefitVerdict
 from tests.properties.model import milliseconds
-from tests.properties.records import Announced, Held, Member, Piece
+from tests.properties.records import Announced, Held, Member, Offered, Piece
 from tests.properties.scoring import Scoring
 
 Take = Callable[[Lease, Trajectory], ReplayError | None]
@@ -77,6 +77,12 @@ class Fleet(Scoring):
         self, replica: str, info: object, loading: bool = False, *, seen: object, incarnation: str | None = None
     ) -> None:
         """`incarnation`: that the caller knew, None is the present one."""
+        self._enter(replica, incarnation, loading=loading)
+
+    def register_puller(self, replica: str, info: object, *, seen: object, incarnation: str | None = None) -> None:
+        self._enter(replica, incarnation, pulls=True)
+
+    def _enter(self, replica: str, incarnation: str | None, *, loading: bool = False, pulls: bool = False) -> None:
         self.expire()
         if incarnation not in (None, self.incarnation):
             self.refuse(WrongTimeline)
@@ -84,7 +90,8 @@ class Fleet(Scoring):
         if replica in self.used or (member and member.dead):
             self.refuse(Fenced)
         if member is None:
-            self.members[replica] = Member(self.now + milliseconds(self.limits.replica_dead_s), loading=loading)
+            due = self.now + milliseconds(self.limits.replica_dead_s)
+            self.members[replica] = Member(due, loading=loading, pulls=pulls)
 
     def deregister(self, replica: str, died: bool, seen: object) -> None:
         self.expire()
@@ -171,11 +178,13 @@ class Fleet(Scoring):
         if not self.takes_part(replica) or epoch.did.get(replica) not in did:
             self.refuse(Fenced)
 
-    def keeps(self, replica: str, epoch: Announced) -> bool:
-        """Whether it has the epoch's weights, or validates others."""
+    def holds(self, replica: str, epoch: Announced) -> bool:
         member = self.members[replica]
-        holds = self.takes_part(replica) and (member.version, member.timeline) == (epoch.version, epoch.timeline)
-        return holds or self.validates(replica)
+        return self.takes_part(replica) and (member.version, member.timeline) == (epoch.version, epoch.timeline)
+
+    def keeps(self, replica: str, epoch: Announced) -> bool:
+        """Whether it has the epoch's weights, or pulls its own, or validates others."""
+        return self.holds(replica, epoch) or self.members[replica].pulls or self.validates(replica)
 
     def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: object, seen: object) -> object:
         self.expire()
@@ -208,24 +217,71 @@ class Fleet(Scoring):
                     member.timeline = ""
         return self._view()
 
+    @property
+    def reach(self) -> int:
+        """How far behind the next step weights may be for work to begin under them."""
+        ahead = self.limits.ahead_steps
+        return self.limits.max_age if self.limits.staleness_policy == "ordered" or ahead is None else ahead
+
+    def offer(
+        self,
+        offer: str,
+        version: int,
+        timeline: str,
+        rendezvous: object,
+        logprobs: list[float],
+        tolerance: float,
+        mean_tolerance: float,
+        seen: object,
+    ) -> None:
+        self.expire()
+        self.require_timeline(timeline)
+        if version > max((each.version for each in self.offers.values()), default=-1):
+            self.offers = {id_: each for id_, each in self.offers.items() if each.version >= version - self.reach}
+            self.offers[offer] = Offered(version, logprobs, tolerance)
+
+    def pulls(self, replica: str) -> bool:
+        return replica in self.members and self.members[replica].pulls
+
+    def require_offer(self, replica: str, offer: str) -> Offered:
+        found = self.offers.get(offer)
+        if found is None or found.version + self.reach < self.next_step or not self.takes_part(replica):
+            self.refuse(Fenced)
+        member = self.members[replica]
+        verified = self.healthy(replica) and member.version == found.version
+        if found.version < member.tried or (found.version == member.tried and not verified):
+            self.refuse(Fenced)
+        return found
+
     def verify(self, replica: str, epoch: str, logprobs: list[float], seen: object) -> RefitVerdict:
         self.expire()
-        newest = self.require_epoch(epoch, "transfer")
-        self.require_member(newest, replica, "acknowledged", "verified")
+        newest: Announced | Offered
+        if self.pulls(replica):
+            newest = self.require_offer(replica, epoch)
+        else:
+            newest = self.require_epoch(epoch, "transfer")
+            self.require_member(newest, replica, "acknowledged", "verified")
         if len(logprobs) != len(newest.logprobs):
             self.refuse(InvalidCall)
         differences = [abs(ours - theirs) for ours, theirs in zip(newest.logprobs, logprobs, strict=True)]
         difference, mean = max(differences), sum(differences) / len(differences)
-        if difference > newest.tolerance:
-            newest.did[replica] = "refused"
+        is_verified = difference <= newest.tolerance
+        if isinstance(newest, Announced):
+            newest.did[replica] = "verified" if is_verified else "refused"
+        else:
+            self.members[replica].tried = newest.version
+        if not is_verified:
             self.members[replica].timeline = ""
             return RefitVerdict(False, difference, mean, newest.tolerance, newest.tolerance)
-        newest.did[replica] = "verified"
         self.members[replica].version, self.members[replica].timeline = newest.version, self.timeline
         return RefitVerdict(True, difference, mean, newest.tolerance, newest.tolerance)
 
     def refuse_epoch(self, replica: str, epoch: str, reason: str, seen: object) -> None:
         self.expire()
+        if self.pulls(replica):
+            self.members[replica].tried = self.require_offer(replica, epoch).version
+            self.members[replica].timeline = ""
+            return
         newest = self.require_epoch(epoch, "announced", "transfer")
         if replica not in newest.did:
             self.refuse(Fenced)
@@ -246,12 +302,8 @@ class Fleet(Scoring):
 
     def room(self, version: int) -> int:
         """Train groups that admission would grant to a replica of this version."""
-        limits = self.limits
-        ahead = limits.ahead_steps
-        if limits.staleness_policy == "ordered" or ahead is None:
-            ahead = limits.max_age
-        prompts = limits.prompts_per_step
-        return (version + ahead + 1) * prompts - prompts * self.next_step - len(self.in_flight())
+        prompts = self.limits.prompts_per_step
+        return (version + self.reach + 1) * prompts - prompts * self.next_step - len(self.in_flight())
 
     def _room_for_probe(self, kind: str | None) -> int:
         """Train groups up to the one that is to be a broken environment's probe, which admission must not keep out."""
@@ -289,7 +341,8 @@ class Fleet(Scoring):
         asked = taker.most
         is_apart = self._lease(taker)
         if not taker.kind:
-            taker.member.waits = not is_apart and len(seen) < asked
+            has_room = not taker.member.pulls or self.room(taker.version) > 0
+            taker.member.waits = not is_apart and len(seen) < asked and has_room
         assert not taker.left, f"{taker.holder} was given {_ids(taker.left)} against admission, memory, slots or order"
         taker.member.together = len(self.held_by(taker.holder))
 
@@ -312,6 +365,8 @@ class Fleet(Scoring):
         """Returns whether the taker is set apart for suspects."""
         mine = [held for held in self.groups.values() if held.kind == taker.kind]
         suspects = sorted((held for held in mine if held.cohort is not None), key=_ticket)
+        if suspects and not self.may_write(taker, suspects[0]):
+            suspects = []
         if self.held_by(taker.holder):
             if taker.member.cohort or (suspects and self._drains(taker, suspects[0])):
                 assert not taker.left, f"{taker.holder} was given {_ids(taker.left)}, and has to be empty for suspects"
@@ -324,7 +379,7 @@ class Fleet(Scoring):
         if not taker.kind:
             taker.most = self._share(taker)
         for held in sorted((held for held in mine if held.orphaned), key=_ticket):
-            if taker.fits(held, len(self.missing(held))):
+            if self.may_write(taker, held) and taker.fits(held, len(self.missing(held))):
                 self._hand_on(held, taker)
         for held in self.queue("validation"):
             if held.kind == taker.kind and not self._begin(held, taker):
@@ -335,6 +390,14 @@ class Fleet(Scoring):
             room = self.room(taker.version)
             self._lease_queue(taker, room if room > 0 else self._room_for_probe(taker.kind))
         return False
+
+    def may_write(self, taker: Taker, held: Held) -> bool:
+        """Whether the taker's weights may write this group: what a replica has pulled may be too old, or not what is evaluated."""
+        if not taker.member.pulls:
+            return True
+        if held.lane == "train":
+            return taker.version + self.reach >= self.next_step
+        return held.validation == taker.version
 
     def _lease_passed(self, taker: Taker, passed: Sequence[Held]) -> bool:
         """Those that have their place in line, as far as it is admitted. Returns whether that is all of them."""
@@ -361,7 +424,12 @@ class Fleet(Scoring):
     def _begin(self, held: Held, taker: Taker) -> bool:
         """Lease a queued group, if its environment, the slots and memory allow it."""
         environment = self.environment(held.group.env_name)
-        if not taker.most or not self.may_generate(held.group.env_name) or not taker.fits(held, self.started(held)):
+        if (
+            not taker.most
+            or not self.may_write(taker, held)
+            or not self.may_generate(held.group.env_name)
+            or not taker.fits(held, self.started(held))
+        ):
             return False
         if not held.passed and not self.fits(held):
             return False
@@ -405,7 +473,7 @@ class Fleet(Scoring):
         chosen, most = 0, taker.most
         for held in suspects:
             most = min(most, held.cohort or 1)
-            if chosen >= most or not taker.fits(held, len(self.missing(held))):
+            if chosen >= most or not self.may_write(taker, held) or not taker.fits(held, len(self.missing(held))):
                 break
             held.cohort = None
             self._hand_on(held, taker)

@@ -265,6 +265,7 @@ class Model(Episodes):
         self.void_scoring()
         self.validation, self.validators = 0, set()
         self.epochs = set()
+        self.offers = {}
         if self.epoch_now:
             self.epoch_now.state = "aborted"
 
@@ -326,6 +327,7 @@ class Model(Episodes):
         self.drop_validation_again(0, timeline, before, seen=seen)
         if before == self.validation:
             holding = [id_ for id_ in validators if self.healthy(id_) and self.members[id_].version == before]
+            holding = [id_ for id_ in holding if not self.members[id_].pulls]
             self.validators |= {*holding}
             for id_ in holding:
                 self.members[id_].waits = False

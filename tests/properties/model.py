@@ -16,7 +16,7 @@ from headrace.base.errors import InvalidCall, LeaseLost, ReplayError, WrongStep,
 from headrace.records.trajectory import Group
 from headrace.replay import Limits
 from headrace.replay.trainer import worst_case_bytes
-from tests.properties.records import IN_FLIGHT, NEVER, Announced, EnvironmentModel, Held, Member, Meters, Piece
+from tests.properties.records import IN_FLIGHT, NEVER, Announced, EnvironmentModel, Held, Member, Meters, Offered, Piece
 
 # A dead replica stays on the list this long.
 REMEMBER_DEAD_MS = 600_000
@@ -84,6 +84,7 @@ class Core:
         self.draining: dict[str | None, str] = collections.defaultdict(str)
         self.epoch_now: Announced | None = None
         self.epochs: set[str] = set()  # of this timeline
+        self.offers: dict[str, Offered] = {}  # likewise, while work may begin under their versions
         self.validation = 0  # groups of older ones are dropped, and come no more
         self.validators: set[str] = set()  # replicas that were named for it
 

@@ -191,6 +191,8 @@ class Member:
     loading: bool = False
     version: int = -1
     timeline: str = ""  # on which it was verified; '' is STALE
+    pulls: bool = False  # its weights, so that no epoch is for it
+    tried: int = -1  # the newest version that it pulled, and verified or refused
     leased: int = 0  # its newest `lease`, by the number of the call
     answer: list[Lease] | None = None  # to that; None if it was refused
     cohort: bool = False  # what it holds, if anything, are suspects
@@ -210,6 +212,15 @@ class Announced:
     did: dict[str, str]
     logprobs: list[float] = dataclasses.field(default_factory=list)
     tolerance: float = 0.0
+
+
+@dataclasses.dataclass
+class Offered:
+    """A version that replicas may pull, and what proves it."""
+
+    version: int
+    logprobs: list[float]
+    tolerance: float
 
 
 class Meters:

@@ -25,6 +25,7 @@ class RolloutRules(Caller):
     def __init__(self) -> None:
         super().__init__()
         self.epochs: list[str] = []
+        self.offers: list[str] = []
         self.leases: list[Lease] = []
 
     # -- weights
@@ -73,6 +74,31 @@ class RolloutRules(Caller):
         }
         self.call(*calls[step], how=how)
 
+    @rule(back=st.sampled_from([0, 0, 0, 1, 2]), late=lateness, how=deliveries)
+    def offer(self, back: int, late: int, how: str) -> None:
+        self.offers.append(self.name())
+        version = max(0, self.model.next_step - back)
+        self.call("offer", self.offers[-1], version, self.timeline(late), {}, PROBE, 1e-3, 1e-3, how=how)
+
+    @rule(which=some, new=st.booleans(), back=st.sampled_from([0, 0, 1]))
+    def pull(self, which: int, new: bool, back: int) -> None:
+        """A replica pulls a version; a `new` one if this one takes part in epochs."""
+        if new and not self.model.pulls(self.replica(which)):
+            self.replicas[which % REPLICAS] = f"replica-{which % REPLICAS}-{self.name()}"
+        self.call("register_puller", self.replica(which), {})
+        self.offer(back, 0, "once")
+        self.call("verify", self.replica(which), self.offers[-1], PROBE)
+
+    @precondition(lambda self: self.offers)
+    @rule(step=st.sampled_from(["verify", "mismatch", "short", "refuse"]), which=some, old=lateness, how=deliveries)
+    def report_what_was_pulled(self, step: str, which: int, old: int, how: str) -> None:
+        offer, replica = self.offers[-1 - old % len(self.offers)], self.replica(which)
+        if step == "refuse":
+            self.call("refuse", replica, offer, "no", how=how)
+        else:
+            probe = {"verify": [-1.0, -1.9995], "mismatch": [0.0, -2.0], "short": PROBE[:1]}[step]
+            self.call("verify", replica, offer, probe, how=how)
+
     # -- replicas
 
     @rule(which=some, new=st.booleans(), loading=st.booleans(), how=deliveries)
@@ -81,6 +107,10 @@ class RolloutRules(Caller):
             self.enter(which, how)
         else:
             self.call("register", self.replica(which), {}, loading, how=how)
+
+    @rule(which=some, how=deliveries)
+    def register_puller(self, which: int, how: str) -> None:
+        self.call("register_puller", self.replica(which), {}, how=how)
 
     @rule(which=some, died=st.booleans(), how=deliveries)
     def deregister(self, which: int, died: bool, how: str) -> None:

@@ -51,7 +51,9 @@ IDEMPOTENT = {
         "verify",
         "refuse",
         "end_epoch",
+        "offer",
         "register",
+        "register_puller",
         "deregister",
     ),
     *("make_room", "push_many", "save_many", "release", "reject", "abandon", "reject_step"),
@@ -203,7 +205,7 @@ class World:
         """Of the second delivery of a call, at once or late."""
         if delivered.name in NUMBERED:
             return self._expected(f"{delivered.name}_again", (delivered.number, *delivered.args), seen)
-        if delivered.name in ("register", "register_runner"):
+        if delivered.name in ("register", "register_puller", "register_runner"):
             return self._expected(delivered.name, delivered.args, seen, incarnation=delivered.incarnation)
         return self._expected(delivered.name, delivered.args, seen)
 

@@ -21,7 +21,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from headrace.net.service import die_with_parent, importing
+from headrace.base.parent import die_with_parent
+from headrace.net.service import importing
 
 IMPORTS = {
     "trainer": (
@@ -53,6 +54,7 @@ IMPORTS = {
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen2",
     ),
+    "scorer": ("tests.support.warm_scorers",),
 }
 TESTS = "TEST_RUN_PID"  # a variable: the process that started the tests, with which the servers end
 # Before a request, which is `target, arguments, environ`; and its answers: the process id, then what `os.waitpid` says of its end.

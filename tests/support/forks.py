@@ -1,4 +1,4 @@
-"""Processes of the tests, forked from one that has imported what they take longest for: torch and transformers, or vLLM as well."""
+"""Processes of the tests, forked from one that has imported what they take longest for: torch and transformers, vLLM too, or scorers."""
 
 from __future__ import annotations
 

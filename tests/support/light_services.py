@@ -20,10 +20,11 @@ from typing import Any
 from unittest import mock
 
 from headrace.base.errors import ReplayUnavailable, ServiceError
+from headrace.base.parent import admit
 from headrace.config import Config
 from headrace.net.credentials import buffer_url
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, admit, admitting, bind, serve_http, stop_on_signals
+from headrace.net.service import EXIT_STOPPED, admitting, bind, serve_http, stop_on_signals
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry

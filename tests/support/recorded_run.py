@@ -127,6 +127,7 @@ async def run(replay: ReplayClient) -> None:
     await replay.refuse(replicas[1], epoch, "not now", interrupted=True)
     await replay.quarantine(replicas[0], timeline, "it is the only one")  # refused, also once another is HEALTHY
     await refit(replay, 0, replicas)
+    await _pull(replay, timeline)
     await enqueue(replay, range(8))
     await replay.enqueue([make_group(0, lane="validation")], timeline)
     await _generate(replay, replicas)
@@ -161,6 +162,17 @@ async def run(replay: ReplayClient) -> None:
     missing = range(2, again.enqueued + 1)
     await replay.enqueue([make_group(order) for order in missing], state.timeline, refill=True)
     await replay.end_refill(state.timeline)
+
+
+async def _pull(replay: ReplayClient, timeline: str) -> None:
+    """A replica that pulls its weights comes, and goes."""
+    replica, offer = nonce(), nonce()
+    await replay.register_puller(replica, {"host": "there"})
+    await replay.offer(offer, 0, timeline, {"digest": "of the list"}, [-1.0], 1e-3, 1e-3)
+    await replay.offered(replica)
+    await replay.verify(replica, offer, [-1.0])
+    await replay.refuse(replica, offer, "torn")
+    await replay.deregister(replica)
 
 
 async def _generate(replay: ReplayClient, replicas: list[str]) -> None:

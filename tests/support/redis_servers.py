@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library
 from headrace_services.replay.embedded import EmbeddedServer

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.replay import library

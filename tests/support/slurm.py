@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from tests.support.network import Network
 from tests.support.waiting import wait_until
 

@@ -24,7 +24,7 @@ def own_run(folder: Path, run_id: str, model: Path) -> list[str]:
 
 
 def demo_arguments(folder: Path, model: Path, *more: str) -> list[str]:
-    return [*own_run(folder, "demo", model), "grpo.max_val_samples=200", *more]
+    return [*own_run(folder, "demo", model), "grpo.max_val_samples=200", "reward.workers=1", *more]
 
 
 class Up:

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_FIRST_PAUSE_S = 0.001
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.1
 
 
-async def eventually(condition: Callable[[], Any], pause_s: float = 0.02) -> Any:
-    """The first true answer of `condition`, a function or a coroutine function, which is asked again after at most `pause_s`.
+async def eventually(condition: Callable[[], Any], pause_s: float | None = None) -> Any:
+    """The first true answer of `condition`, a function or a coroutine function, which is asked again after at most `pause_s`. By default
+    that is a hundredth of a second or two, and a fiftieth of what was waited already, at most a tenth of a second.
 
     The test's own time limit ends what never comes.
     """
+    began = time.monotonic()
     pause = _FIRST_PAUSE_S
     while True:
         answer = condition()
@@ -24,7 +26,8 @@ async def eventually(condition: Callable[[], Any], pause_s: float = 0.02) -> Any
         if answer:
             return answer
         await asyncio.sleep(pause)
-        pause = min(2 * pause, pause_s)
+        longest = pause_s or max(0.02, min(_LAST_PAUSE_S, (time.monotonic() - began) / 50))
+        pause = min(2 * pause, longest)
 
 
 def wait_until(condition: Callable[[], Any], within_s: float = 60.0) -> Any:

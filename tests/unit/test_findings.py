@@ -143,6 +143,17 @@ def test_the_slowest_part_of_a_combination_is_named() -> None:
     title = only(*find(lines(step), combined, now=now(environments=parts))).title
     assert "its part math" in title
     assert "2 of 2 places" in title
+    waits = {**step, "scoring_wait/both": 9.0}
+    assert only(*find(lines(waits), combined)).remedy == "reward.workers=3"
+    own = {"target": "127.0.0.1:1"}
+    for brief, math, remedy in (
+        (own, own, "processes of math, brief"),
+        (own, env["math"], "reward.workers, or more concurrency of an environment's own"),
+    ):
+        found = find(lines(waits), config({**ASYNC, "env": {**env, "math": math, "brief": brief}}))
+        assert remedy in only(*found).remedy
+    served = config({**ASYNC, "env": {**env, "math": own, "brief": own}})
+    assert "processes of math" in only(*find(lines(waits), served, now=now(environments=parts))).remedy
 
 
 def test_what_teaches_nothing_is_to_be_easier_or_harder() -> None:

@@ -7,10 +7,11 @@ import gc
 import signal
 import socket
 import weakref
+from typing import Any
 
 import pytest
 
-from headrace.net.service import bind, importing, stop_signals
+from headrace.net.service import bind, importing, serve_openly, stop_signals
 
 
 def test_what_is_garbage_before_an_import_is_not_kept() -> None:
@@ -63,6 +64,22 @@ async def test_an_answer_in_two_parts_waits_for_no_acknowledgement() -> None:
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             for end in (served, writer):
                 end.close()
+
+
+async def test_a_caller_that_reads_when_a_server_ends_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b"first", "more_body": True})
+            await asyncio.Event().wait()
+
+    sock = bind("127.0.0.1", 0, "port")
+    async with serve_openly(endless, sock):
+        reader, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b"first")
+    writer.close()
+    assert [record.getMessage() for record in caplog.records if record.name == "uvicorn.error"] == []
 
 
 def test_a_hangup_stops_a_service_unless_nohup_keeps_it_away() -> None:

@@ -141,7 +141,7 @@ def test_of_a_long_line_what_precedes_its_tokens_is_unpacked(tmp_path: Path, one
         files.view("train", 7, GROUP.id, one.index)
 
 
-def test_of_a_line_of_an_older_build_the_calls_are_found_behind_the_tokens(tmp_path: Path) -> None:
+def test_in_lines_of_older_builds_calls_are_behind_the_tokens(tmp_path: Path) -> None:
     line = {**record(GROUP, PLAYED, Score("SCORED", 0.5)), "token_losses": [0.5] * 100_000}
     calls, ids = line.pop("calls"), line.pop("token_ids")
     files = SampleFiles(tmp_path, None)

@@ -253,7 +253,8 @@ def put_trackers(draft: Draft, reports: Any, name: str, quiet: tuple[str, ...]) 
     reports = reports if isinstance(reports, list) else [reports]
     for tracker in TRACKERS:
         if tracker in reports:
-            draft.put(f"logger.{tracker}_enabled", True, name)
+            of = "after `wandb login`, or else into the run's folder, for `wandb sync`" if tracker == "wandb" else ""
+            draft.put(f"logger.{tracker}_enabled", True, name, says=of)
     if others := ", ".join(str(each) for each in reports if each not in (*TRACKERS, *quiet)):
         draft.note(name, f"{others}: W&B, TensorBoard and MLflow are there, and curves without any of them")
     elif draft.is_given(name) and not any(tracker in reports for tracker in TRACKERS):

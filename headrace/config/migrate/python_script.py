@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
-import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.base.errors import ConfigError
+from headrace.config.migrate.copied_code import Copy, copy_code
 from headrace.config.migrate.draft import Unread
 
 
 class Reward(NamedTuple):
     name: str  # of the function
-    target: str | None  # FILE.py:NAME; None for a model
-    model: str | None = None
+    options: Mapping[str, Any]  # of its environment
+
+
+# TRL's own reward functions, and the built-in environments that do the same.
+TRLS: Mapping[str, Mapping[str, Any]] = {
+    "accuracy_reward": {"type": "math"},  # compares with the column `solution`
+    "think_format_reward": {"type": "regex", "pattern": r"(?s)\A<think>(?!.*<think>).*?</think>"},
+}
 
 
 class Script(NamedTuple):
@@ -77,13 +85,12 @@ def read_script(path: Path, folder: Path, has_flags: bool) -> Script:
             trainer.setdefault(place, argument)
             if place == "model":
                 given["model"] = _literal(argument, names)
-    rewards, wanted = _rewards(trainer.get("reward_funcs"), module, path, folder, names, to_add)
-    files = {}
-    if wanted:
-        files[_copy_name(path)] = _copy_functions(module, text, path.name, wanted, to_add)
-    data = _data(trainer.get("train_dataset"), module, names, to_add)
-    evaluation = _data(trainer.get("eval_dataset"), module, names, to_add) if "eval_dataset" in trainer else None
-    return Script(given, rewards, data, evaluation, to_add, files, _set_later(module, trainer.get("args"), names))
+    copier = _Copier(module, text, path, folder, calls.get("GRPOTrainer"), to_add)
+    rewards = _rewards(trainer.get("reward_funcs"), module, path, names, copier)
+    data = _data(trainer.get("train_dataset"), "training_problems", module, names, copier, to_add)
+    evaluation = _data(trainer.get("eval_dataset"), "validation_problems", module, names, copier, to_add)
+    later = _set_later(module, trainer.get("args"), names)
+    return Script(given, rewards, data, evaluation, to_add, copier.files(), later)
 
 
 _CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig")
@@ -158,106 +165,129 @@ def _literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         return Unread(ast.unparse(node))
 
 
-def _copy_name(path: Path) -> str:
-    return f"{path.stem}_rewards.py"
+class _Copier:
+    """Copies what a run needs of a script into files beside the configuration."""
+
+    def __init__(
+        self, module: ast.Module, text: str, path: Path, folder: Path, trainer: ast.Call | None, to_add: list[str]
+    ) -> None:
+        self._module, self._text, self._path, self._folder, self._trainer = module, text, path, folder, trainer
+        self._to_add = to_add
+        self._rewards: list[str] = []  # statements that end their file
+        self._data: list[str] = []
+
+    def target(self, name: str, expression: ast.expr | None = None) -> str:
+        """Return the target of a reward function of this name; `expression` makes it, if the script does not bind the name."""
+        self._rewards.append(name if expression is None else f"{name} = {ast.unparse(expression)}")
+        return f"{self._folder / self._file('rewards')}:{name}"
+
+    def data_set(self, name: str, expression: ast.expr) -> str | None:
+        """Return the `dataset_name` of the rows that an expression makes; None if only running the whole script would tell them."""
+        made = f"def {name}():\n    return {ast.unparse(expression)}"
+        copy = self._copy([made], "data sets")
+        if copy.missing or _reads_command(copy) or any(package == "trl" for package, _ in copy.imported):
+            return None
+        if re.search(r"\brandom\.(?!seed|Random|default_rng)\w+\(", copy.text) and ".seed(" not in copy.text:
+            self._to_add.append(
+                f"{self._file('data')}: a seed of the random numbers, because its rows must be the same each time"
+            )
+        self._data.append(made)
+        return f"{self._folder / self._file('data')}:{name}"
+
+    def files(self) -> dict[str, str]:
+        """Return the files by name, and say what they lack."""
+        found = {}
+        for what, made in (("rewards", self._rewards), ("data", self._data)):
+            if made:
+                copy = self._copy(made, "reward functions" if what == "rewards" else "data sets")
+                found[self._file(what)] = copy.text
+                self._to_add += (f"{self._file(what)}: {lacking}" for lacking in _lacking(copy))
+        return found
+
+    def _copy(self, made: list[str], what: str) -> Copy:
+        title = f"The {what} of {self._path.name}, copied by `headrace migrate`."
+        return copy_code(self._module, self._text, self._trainer, title, made)
+
+    def _file(self, what: str) -> str:
+        return f"{self._path.stem}_{what}.py"
+
+
+def _lacking(copy: Copy) -> Iterator[str]:
+    """Yield what a file needs before it can be used."""
+    for name in copy.missing:
+        yield f"{name}, which it uses, and which only running the script would tell"
+    for package in dict.fromkeys(package for package, _ in copy.imported):
+        if package and importlib.util.find_spec(package) is None:
+            how = ": pip install --no-deps trl" if package == "trl" else ""
+            yield f"the package {package} must be installed here{how}"
+    if "math_verify" in (package for package, _ in copy.imported) and "_timeout" not in copy.text:
+        yield "parsing_timeout=None for math_verify's parse, and timeout_seconds=None for verify: a reward runs in a thread"
+
+
+def _reads_command(copy: Copy) -> bool:
+    return re.search(r"parse_args|ArgumentParser|sys\.argv", copy.text) is not None
 
 
 def _rewards(
-    node: ast.expr | None, module: ast.Module, path: Path, folder: Path, names: dict[str, ast.expr], to_add: list[str]
-) -> tuple[list[Reward], list[str]]:
-    """Return the reward functions of the argument, and the names of those that the script itself defines."""
+    node: ast.expr | None, module: ast.Module, path: Path, names: dict[str, ast.expr], copier: _Copier
+) -> list[Reward]:
+    """Return the reward functions of the argument."""
     if isinstance(node, ast.Name) and node.id in names:
         node = names[node.id]
-    defined = {each.name for each in ast.walk(module) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
     imported = {
         alias.asname or alias.name: (each.module or "", alias.name)
         for each in ast.walk(module)
         if isinstance(each, ast.ImportFrom)
         for alias in each.names
     }
-    found, wanted = [], []
+    modules = {
+        alias.asname or alias.name: alias.name
+        for each in ast.walk(module)
+        if isinstance(each, ast.Import)
+        for alias in each.names
+    }
+    found: list[Reward] = []
+
+    def beside(module_name: str) -> Path | None:
+        file = path.parent.joinpath(*module_name.split(".")).with_suffix(".py")
+        return file if file.is_file() else None
+
     for each in node.elts if isinstance(node, ast.List | ast.Tuple) else [] if node is None else [node]:
+        if isinstance(each, ast.Name) and isinstance(names.get(each.id), ast.Constant):
+            each = names[each.id]
         match each:
             case ast.Constant(value=str(model)):
-                found.append(Reward(environment_name(model.rpartition("/")[2]), None, model))
-            case ast.Name(id=name) if name in defined:
-                found.append(Reward(name, f"{folder / _copy_name(path)}:{name}"))
-                wanted.append(name)
-            case ast.Name(id=name) if (
-                name in imported and (beside := path.parent / f"{imported[name][0]}.py").is_file()
+                found.append(reward_of_model(model))
+            case ast.Name(id=name) if name in imported and (file := beside(imported[name][0])):
+                found.append(Reward(name, {"target": f"{file}:{imported[name][1]}"}))
+            case ast.Attribute(value=ast.Name(id=origin), attr=name) if origin in modules and (
+                file := beside(modules[origin])
             ):
-                found.append(Reward(name, f"{beside}:{imported[name][1]}"))
-            case ast.Name(id=name) if name in imported:
-                found.append(Reward(name, f"rewards.py:{name}"))
-                from_, original = imported[name]
-                to_add.append(f"rewards.py, with `from {from_} import {original}`; its package must be installed here")
+                found.append(Reward(name, {"target": f"{file}:{name}"}))
+            case ast.Name(id=name) if (
+                name in imported and imported[name][0].startswith("trl") and imported[name][1] in TRLS
+            ):
+                found.append(Reward(name, TRLS[imported[name][1]]))
+            case ast.Name(id=name):
+                found.append(Reward(name, {"target": copier.target(name)}))
             case _:
-                name = environment_name(ast.unparse(each).partition("(")[0].rpartition(".")[2])
-                found.append(Reward(name, f"rewards.py:{name}"))
-                to_add.append(f"rewards.py, with `{name} = {ast.unparse(each)}`")
-    return found, wanted
+                name = _name_of(each)
+                if not name or name in (reward.name for reward in found):
+                    name = f"{name or 'reward'}_{len(found) + 1}"
+                found.append(Reward(name, {"target": copier.target(f"{name}_reward", each)}))
+    return found
 
 
-def _copy_functions(module: ast.Module, text: str, source: str, wanted: list[str], to_add: list[str]) -> str:
-    """Return a file with these functions of a script, and with the imports and definitions that they use."""
-    statements = [*module.body]
-    for statement in module.body:
-        if isinstance(statement, ast.If):
-            statements += statement.body
-    there: dict[str, ast.stmt] = {
-        each.name: each for each in ast.walk(module) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    for statement in statements:
-        there |= dict.fromkeys(_bound(statement), statement)
-    taken: dict[str, ast.stmt] = {}
-    queue = list(wanted)
-    while queue:
-        name = queue.pop()
-        if name in taken or name not in there:
-            continue
-        taken[name] = there[name]
-        queue += [each.id for each in ast.walk(there[name]) if isinstance(each, ast.Name)]
-    imports, copied = [], []
-    lines = text.splitlines()
-    for name, statement in sorted(taken.items(), key=lambda item: item[1].lineno):
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            alias = next(each for each in statement.names if (each.asname or each.name.partition(".")[0]) == name)
-            one = (
-                ast.ImportFrom(statement.module, [alias], statement.level)
-                if isinstance(statement, ast.ImportFrom)
-                else ast.Import([alias])
-            )
-            origin = (statement.module or "") if isinstance(statement, ast.ImportFrom) else alias.name
-            if origin.partition(".")[0] == "trl":
-                to_add.append(f"what replaces {name} of TRL, which the copied functions use")
-            imports.append(ast.unparse(one))
-        else:
-            first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
-            block = textwrap.dedent("\n".join(lines[first - 1 : statement.end_lineno]))
-            if block not in copied:
-                copied.append(block)
-    future = [each for each in module.body if isinstance(each, ast.ImportFrom) and each.module == "__future__"]
-    head = [
-        f'"""The reward functions of {source}, copied by `headrace migrate`."""',
-        "",
-        *map(ast.unparse, future),
-        *dict.fromkeys(imports),
-    ]
-    return "\n".join(head).rstrip() + "\n\n\n" + "\n\n\n".join(copied) + "\n"
+def _name_of(node: ast.expr) -> str:
+    """Return the name of the function that an expression makes, or of which it makes another; empty for a lambda."""
+    if isinstance(node, ast.Call) and _called(node) == "partial" and node.args:
+        node = node.args[0]
+    name = ast.unparse(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2]
+    return name if name.isidentifier() else ""
 
 
-def _bound(statement: ast.stmt) -> list[str]:
-    """Return the names that a statement of a module binds."""
-    match statement:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return [name]
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return [alias.asname or alias.name.partition(".")[0] for alias in names]
-        case ast.Assign(targets=targets):
-            return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return [name]
-    return []
+def reward_of_model(model: str) -> Reward:
+    return Reward(environment_name(model.rpartition("/")[2]), {"type": "reward_model", "model_name": model})
 
 
 def environment_name(text: str) -> str:
@@ -265,9 +295,27 @@ def environment_name(text: str) -> str:
 
 
 def _data(
-    node: ast.expr | None, module: ast.Module, names: dict[str, ast.expr], to_add: list[str]
+    node: ast.expr | None, own: str, module: ast.Module, names: dict[str, ast.expr], copier: _Copier, to_add: list[str]
 ) -> dict[str, Any] | None:
-    """Return the data set that an argument names: the call of `load_dataset` whose result it is."""
+    """Return the data set that an argument names: that of the call of `load_dataset` whose result it is, or else a function `own` that is
+    copied from the script."""
+    loaded, is_changed = _loaded(node, module, names)
+    if node is None or (loaded is not None and not is_changed):
+        return loaded
+    if (code := copier.data_set(own, node)) is not None:
+        return {"dataset_name": code}
+    if loaded is not None:
+        to_add.append(
+            f"data.train[0].processor: the script changes the rows of {loaded['data_path']}; give a function that turns a row of "
+            "it into one with `prompt` and the columns of the rewards (docs/data.md, Code of your own)"
+        )
+    return loaded
+
+
+def _loaded(
+    node: ast.expr | None, module: ast.Module, names: dict[str, ast.expr]
+) -> tuple[dict[str, Any] | None, bool]:
+    """Return the data set of the call of `load_dataset` whose result an argument is, and whether the script changes its rows."""
     part = None
     if isinstance(node, ast.Subscript):
         part, node = _literal(node.slice, names), node.value
@@ -289,26 +337,22 @@ def _data(
     if isinstance(call, ast.Subscript):
         part, call = _literal(call.slice, names), call.value
     if not (isinstance(call, ast.Call) and _loads(call)):
-        return None
+        return None, True
     arguments = dict(zip(("path", "name"), (_literal(each, names) for each in call.args), strict=False))
     arguments |= {str(each.arg): _literal(each.value, names) for each in call.keywords}
     split = part if isinstance(part, str) else arguments.get("split", "train")
     split = split[order] if isinstance(split, list) and order < len(split) else split
     path = arguments.get("data_files") if arguments.get("path") in ("json", "parquet", "csv") else arguments.get("path")
     if not isinstance(path, str) or not isinstance(split, str):
-        return None
-    if changed:
-        to_add.append(
-            f"data.train[0].processor: the script changes the rows of {path}; give a function that turns a row of it into one with "
-            "`prompt` and the columns of the rewards (docs/data.md, Code of your own)"
-        )
+        return None, True
     is_file = Path(path).suffix in (".json", ".jsonl", ".parquet")
     subset = arguments.get("name")
-    return {
+    found = {
         "data_path": path,
         **({"subset": subset} if isinstance(subset, str) else {}),
         **({} if is_file else {"split": split}),
     }
+    return found, changed
 
 
 def _loads(call: ast.Call) -> bool:

@@ -13,6 +13,7 @@ _OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(SECTIONS)})(?:\.[\w@/-]+)*)=(.*
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 # Characters of a value: variables of variables could double it on every line.
 _LONGEST = 100_000
+_PLACES = {"HOME": "~", "PWD": "."}
 _OPENS, _CLOSES = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 
 
@@ -74,15 +75,16 @@ def _unquoted(text: str) -> str:
 
 
 def _replace(text: str, known: dict[str, str]) -> str:
-    """Replace the variables that are known. `$HOME` becomes ~, and `$((…))` of whole numbers is computed."""
+    """Replace the variables that are known, and those of a place. `$((…))` of whole numbers is computed."""
 
     def of(found: re.Match[str]) -> str:
         name = found[1] or found[3]
         fallback = found[2]
         if known.get(name):
             return known[name]
-        return "~" if name == "HOME" else found[0] if fallback is None else fallback
+        return _PLACES.get(name) or (found[0] if fallback is None else fallback)
 
+    text = re.sub(r"\$\(pwd\)|`pwd`", ".", text)
     for _ in range(5):
         text = _VARIABLE.sub(of, text)[:_LONGEST]
     return re.sub(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)", lambda found: _arithmetic(found, known), text)

@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from headrace.base.errors import ConfigError
 from headrace.config.migrate.draft import (
     NO_SUCH_LOSS,
@@ -19,9 +21,11 @@ from headrace.config.migrate.draft import (
     put_trackers,
     read_scalar,
 )
-from headrace.config.migrate.python_script import Reward, Script, environment_name, read_script
+from headrace.config.migrate.python_script import TRLS, Reward, Script, environment_name, read_script, reward_of_model
 from headrace.config.migrate.schedules import put_schedule
 from headrace.config.migrate.trl_keys import TABLE
+
+_LISTS = ("reward_funcs", "lora_target_modules", "reward_weights")  # of a command, even of one word
 
 
 def migrate(source: str, processes: int = 1, steps: int | None = None, folder: Path = Path()) -> Draft:
@@ -69,9 +73,25 @@ def _flags(words: list[str]) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for name, values in found.items():
         read = [read_scalar(value.rstrip(",")) for value in values]
-        is_list = name in ("reward_funcs", "lora_target_modules", "reward_weights")
-        known[name] = read if is_list or len(read) > 1 else True if not read else read[0]
-    return known
+        known[name] = read if name in _LISTS or len(read) > 1 else True if not read else read[0]
+    config = str(known.get("config"))
+    return {**_in_file(known.pop("config")), **known} if os.path.isfile(config) else known
+
+
+def _in_file(config: str) -> dict[str, Any]:
+    """Return the flags in the YAML file of `--config`."""
+    try:
+        found = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {config} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {config} is not a mapping of flags; leave it out, or correct it")
+    return {str(name): _of_file(str(name), value) for name, value in found.items()}
+
+
+def _of_file(name: str, value: Any) -> Any:
+    value = read_scalar(value) if isinstance(value, str) else value  # YAML takes 1e-6 for text
+    return [value] if name in _LISTS and not isinstance(value, list) else value
 
 
 def _draft(script: Script, processes: int, steps: int | None) -> Draft:
@@ -79,6 +99,8 @@ def _draft(script: Script, processes: int, steps: int | None) -> Draft:
     draft.files |= script.files
     for text in dict.fromkeys(script.to_add):
         draft.add(text)
+    if "config" in draft.given:
+        draft.note("config", "this file is not here, so its keys were not read", draft.to_add)
     model = draft.value("model")
     if isinstance(model, str):
         draft.put("policy.model_name", model, "model")
@@ -421,14 +443,20 @@ def _environments(draft: Draft, script: Script) -> None:
     named = draft.given.get("reward_funcs")
     for each in named if isinstance(named, list) else []:
         module, _, name = str(each).rpartition(".")
-        rewards.append(Reward(environment_name(name), f"rewards.py:{environment_name(name)}"))
-        draft.add(f"rewards.py beside the configuration, with `from {module or 'trl.rewards'} import {name}`")
+        is_built_in = module in ("", "trl.rewards") and name in TRLS
+        written = {"target": f"rewards.py:{environment_name(name)}"}
+        rewards.append(Reward(environment_name(name), TRLS[name] if is_built_in else written))
+        if not is_built_in:
+            draft.add(f"rewards.py beside the configuration, with `from {module or 'trl.rewards'} import {name}`")
     if isinstance(model := draft.given.get("reward_model_name_or_path"), str):
-        rewards.append(Reward(environment_name(model.rpartition("/")[2]), None, model))
+        rewards.append(reward_of_model(model))
     for reward in rewards:
-        options = {"target": reward.target} if reward.target else {"type": "reward_model", "model_name": reward.model}
         flags = draft.those_given("reward_funcs", "reward_model_name_or_path")
-        draft.put(("env", reward.name), options, *flags, says="" if flags else "reward_funcs")
+        draft.put(("env", reward.name), dict(reward.options), *flags, says="" if flags else "reward_funcs")
+        if reward.options == TRLS["accuracy_reward"]:
+            draft.put(
+                ("data", "default", "output_key"), "solution", says="the column that accuracy_reward compares with"
+            )
     own = rewards[0].name if rewards else None
     if len(rewards) > 1:
         weights = draft.value("reward_weights", [1.0]) or [1.0] * len(rewards)
@@ -456,6 +484,7 @@ def _environments(draft: Draft, script: Script) -> None:
 
 def _data_sets(draft: Draft, script: Script) -> None:
     train, evaluation = script.data, script.evaluation
+    draft.put(("data", "remove_duplicates"), False, says="TRL keeps equal prompts")
     if isinstance(path := draft.given.get("dataset_name"), str):
         subset = {"subset": draft.given["dataset_config"]} if draft.given.get("dataset_config") else {}
         train = {"data_path": path, **subset, "split": draft.given.get("dataset_train_split", "train")}
@@ -463,8 +492,8 @@ def _data_sets(draft: Draft, script: Script) -> None:
             evaluation = {"data_path": path, **subset, "split": draft.given.get("dataset_test_split", "test")}
     if train is None:
         draft.add(
-            "data.train: only running the script would tell its data set; write its rows to a JSONL or Parquet file and "
-            "name it in data_path"
+            "data.train: only running the script would tell its data set; write its rows to a JSONL or Parquet file and name it in "
+            "data_path, or name a function that returns them in dataset_name (docs/data.md, Code of your own)"
         )
     else:
         draft.put(

@@ -174,7 +174,7 @@ TABLE: tuple[Row, ...] = (
         "enable_jit_checkpoint debug",
         _GPU,
     ),
-    *missing("config", "give its keys on the command line"),
+    *used("config", "the keys in this file, which are read"),
     *missing(
         "auto_find_batch_size neftune_noise_alpha label_smoothing_factor optim_args optim_target_modules",
         "leave it out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from headrace.config.migrate.schedules import put_schedule
 from headrace.config.migrate.shell_script import read_overrides
 from headrace.config.migrate.verl_keys import ACTOR, CRITIC, MODEL, REF, ROLLOUT, TABLE
 
+_LOGPROB_SIZES = ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size")
 # verl's estimators of the KL divergence, and ours.
 _KL_TYPES = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
 
@@ -120,23 +122,28 @@ def _batches(draft: Draft) -> int:
     for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size"):
         if (size := draft.size(ACTOR + name)) is not None:
             draft.put("policy.train_micro_batch_size", size, ACTOR + name)
-    for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_micro_batch_size"):
-        for place in (ROLLOUT, REF):
-            if (size := draft.size(place + name)) is not None:
-                draft.put("policy.logprob_batch_size", size, place + name)
+    names = [place + name for name in _LOGPROB_SIZES for place in (ROLLOUT, REF)]
+    _smallest(draft, "policy.logprob_batch_size", names)
     if draft.value(ACTOR + "use_dynamic_bsz"):
         draft.put("policy.sequence_packing.enabled", True, ACTOR + "use_dynamic_bsz")
         whole = draft.size("data.max_prompt_length") + draft.size("data.max_response_length")
-        names = (
-            ACTOR + "ppo_max_token_len_per_gpu",
-            ROLLOUT + "log_prob_max_token_len_per_gpu",
-            REF + "log_prob_max_token_len_per_gpu",
-        )
-        draft.put("policy.sequence_packing.train_mb_tokens", max(whole, draft.value(names[0])), names[0])
-        for each in names[1:]:
-            if (tokens := draft.size(each)) is not None:
-                draft.put("policy.sequence_packing.logprob_mb_tokens", max(whole, tokens), each)
+        name = ACTOR + "ppo_max_token_len_per_gpu"
+        draft.put("policy.sequence_packing.train_mb_tokens", max(whole, draft.value(name)), name)
+        names = [place + "log_prob_max_token_len_per_gpu" for place in (ROLLOUT, REF)]
+        _smallest(draft, "policy.sequence_packing.logprob_mb_tokens", names, whole)
     return math.ceil(prompts / min(mini, prompts))
+
+
+def _smallest(draft: Draft, key: str, names: Sequence[str], least: int = 1) -> None:
+    """Put the smallest of these sizes, of which there is one here, and at least `least`."""
+    sizes = {name: size for name in names if (size := draft.size(name)) is not None}
+    if sizes:
+        alike = [name for name, size in sizes.items() if size == min(sizes.values())]
+        draft.put(key, max(least, min(sizes.values())), *alike)
+        for name in sizes.keys() - set(alike):
+            draft.note(
+                name, f"there is one size for all passes without gradients; written is the smallest, of {alike[0]}"
+            )
 
 
 def _run(draft: Draft, steps: int | None) -> int | None:

@@ -82,6 +82,7 @@ local QUEUED = {'state', 'lane', 'record', 'env', 'kind', 'n', 'worst', 'attempt
 -- Whether a queued group of the taker's kind may be leased. If its environment is broken, it becomes the probe. `worst`: bytes that it does
 -- not have yet.
 local function may_begin(run, taker, group, count, worst)
+  if not may_write(run, taker, group) then return false end
   local env = taker.any_broken and environment_of(run, group)
   if env and not may_generate(run, env) or not has_slots(taker, group.lane, count) or worst and not fits(run, worst) then return false end
   if env then begin_probe(run, env, group.id) end

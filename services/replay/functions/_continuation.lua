@@ -96,8 +96,9 @@ local function go_on(run, group, taker)
   }, group.lane, #indices)
 end
 
--- Whether the taker can start what the group misses. A replica can start anything.
+-- Whether the taker can start what the group misses. A replica can start any number.
 local function can_start(run, taker, group)
+  if not may_write(run, taker, group) then return false end
   return taker.kind ~= 'episodes' or taker.slots[group.lane] > 0 and has_slots(taker, group.lane, misses(run, group))
 end
 

@@ -79,11 +79,15 @@ local function set_stale(run, id, reason)
   end
 end
 
--- Whether the replica keeps the weights that it has, verified: they are the epoch's (another epoch of that version, for replicas that
--- joined late, is not its own), or it validates others.
-local function keeps(run, id, epoch)
+-- Whether the replica holds the epoch's weights, verified. Another epoch of that version, for replicas that joined late, is not its own.
+local function holds(run, id, epoch)
   local state, version, timeline = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'version', 'timeline'))
-  return state == 'HEALTHY' and tonumber(version) == epoch.version and timeline == epoch.timeline or validates(run, id)
+  return state == 'HEALTHY' and tonumber(version) == epoch.version and timeline == epoch.timeline
+end
+
+-- Whether the epoch leaves the replica as it is: it holds these weights, pulls its own, or validates others.
+local function keeps(run, id, epoch)
+  return holds(run, id, epoch) or pulls_weights(run, id) or validates(run, id)
 end
 
 -- The epoch if it is the newest, of this timeline, and in one of `states`; otherwise the call is refused.

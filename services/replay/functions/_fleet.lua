@@ -42,19 +42,19 @@ end
 -- Whether a replica in this state (as stored, or as `state_of` returns it) is waited for: epochs include it, and it may hold leases.
 local function takes_part(state) return state == 'HEALTHY' or state == 'STALE' end
 
--- Whether groups of the validation are not evaluated yet.
-local function is_validating(run)
+-- Whether the replica pulls its weights (_offers.lua), so that no epoch is for it.
+local function pulls_weights(run, id) return redis.call('HGET', replica_key(run, id), 'pulls') == '1' end
+
+-- Whether groups of the validation are not evaluated yet, and the replica `id`, if one is given, validates beside training
+-- (drop_validation.lua names it). Until then it keeps the weights under validation (no epoch asks it, and none makes it STALE) and leases
+-- those groups alone, which nobody else leases.
+local function validates(run, id)
+  if id and redis.call('SISMEMBER', run.base .. 'validators', id) == 0 then return false end
   local states, pending = {'validation:queued', 'validation:open', 'validation:scoring'}, 0
   for i, count in ipairs(redis.call('HMGET', run.base .. 'counts', unpack(states))) do
     pending = pending + (count or 0) + (run.deltas[states[i]] or 0)
   end
   return pending > 0
-end
-
--- Whether the replica validates beside training (drop_validation.lua names it). While groups of the validation are not evaluated, it keeps
--- the weights under validation (no epoch asks it, and none makes it STALE) and leases those groups alone, which nobody else leases.
-local function validates(run, id)
-  return redis.call('SISMEMBER', run.base .. 'validators', id) == 1 and is_validating(run)
 end
 
 -- Whether a member may lease: a replica must be HEALTHY on this timeline, a runner ALIVE.

@@ -40,8 +40,7 @@ end
 
 -- The taker's leases, in the form of a reply.
 local function lease_to(run, taker)
-  local steps = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
-  local bound = (taker.version + steps + 1 - run.next_step) * run.prompts_per_step - run.pinned
+  local bound = (taker.version + run.reach + 1 - run.next_step) * run.prompts_per_step - run.pinned
   local asked, apart = taker.most, set_apart(run, taker)
   if apart then
     taker.most = 0
@@ -57,9 +56,9 @@ local function lease_to(run, taker)
     local room = bound - redis.call('ZCARD', run.base .. 'line')
     lease_from(run, 'train', taker, room > 0 and room or room_for_probe(run, taker))
   end
-  if not taker.kind then
-    redis.call(not apart and #taker.leases < asked and 'SADD' or 'SREM', run.base .. 'waiting', taker.holder)
-  end
+  -- one that pulls, and has no room because its weights are older than others', takes no share of theirs
+  local waits = not apart and #taker.leases < asked and (not taker.pulls or bound > redis.call('ZCARD', run.base .. 'line'))
+  if not taker.kind then redis.call(waits and 'SADD' or 'SREM', run.base .. 'waiting', taker.holder) end
   return {timeline = run.timeline, incarnation = run.incarnation, version = taker.version, leases = taker.leases}
 end
 

@@ -102,7 +102,8 @@ local function retire(run, nonce)
   redis.call('SADD', run.key .. ':used', nonce)
 end
 
--- The weights continue from `version` on `timeline`. Timelines that began at that version or later are abandoned.
+-- The weights continue from `version` on `timeline`. Timelines that began at that version or later are abandoned, and no weights of an
+-- earlier one are on offer any more.
 local function begin_timeline(run, version, timeline)
   local key = run.base .. 'timelines'
   while true do
@@ -110,6 +111,7 @@ local function begin_timeline(run, version, timeline)
     if not last or tonumber(string.match(last, '%d+$')) < version then break end
     redis.call('RPOP', key)
   end
+  redis.call('UNLINK', run.base .. 'offer', run.base .. 'offers')
   redis.call('RPUSH', key, timeline .. ' ' .. version)
   redis.call('LTRIM', key, -TIMELINES, -1)
 end

@@ -34,6 +34,7 @@
 --   runners     zset    runners likewise, each as `runner <id>`; its hash, its set and its groups use that name
 --   epoch       hash    the newest membership epoch        members    hash    replica -> what it did in that epoch
 --   epochs      set     every epoch of this timeline
+--   offer       hash    the newest version that replicas may pull     offers  hash    id -> what proves it (see _offers.lua)
 -- Shared by all incarnations:
 --   events, metrics   streams
 --   history           stream: what happened to every group, until the trainer has written it to the run's folder (see `tell`)
@@ -95,12 +96,7 @@ local function tell_time(run)
   run.offset, run.full = run.offset or 0, run.full or 0
   if stands then run.offset = run.offset - gap end
   run.now = run.read + run.offset
-  run.ticks = stands or not run.clock or gap >= TICK_MS
-end
-
--- Record the clock at the end of this call.
-local function tick(run)
-  run.ticks = true
+  run.ticks = stands or not run.clock or gap >= TICK_MS  -- the clock is recorded at the end of this call
 end
 
 local function run_key(keys)
@@ -124,6 +120,8 @@ local function load_run(keys)
       BUILD .. '; restart the service that made it with the version of Headrace that the replay service has')
   end
   run.base = key .. ':' .. run.incarnation .. ':'
+  -- how far behind the next step weights may be for work to begin under them
+  run.reach = run.staleness_policy == 'ordered' and run.max_age or run.ahead_steps
   tell_time(run)
   run.deltas, run.waking, run.first_due, run.first_ticket = {}, {}, run.due, run.tickets
   return run

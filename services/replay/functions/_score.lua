@@ -108,5 +108,5 @@ local function all_scored(run, scored)
   move(run, group.lane, group.state, state)
   tell(run, state, group.id)
   wake(run, 'ready')
-  if state == 'evaluated' and not is_validating(run) then wake(run, 'work') end  -- validators may train again
+  if state == 'evaluated' and not validates(run) then wake(run, 'work') end  -- validators may train again
 end

@@ -3,7 +3,7 @@
 --
 -- They go in cohorts to a taker that holds nothing, and it gets nothing more until it holds nothing again. If the lowest ticket is a
 -- suspect, a taker that holds other groups drains for it.
--- uses: _continuation, _fleet, _group
+-- uses: _continuation, _fleet, _group, _taker
 
 -- The next cohort: suspects in ticket order, as many as each of them allows.
 local function lease_cohort(run, taker)
@@ -37,6 +37,7 @@ local function set_apart(run, taker)
   local held = redis.call('EXISTS', run.base .. 'h:' .. taker.holder) == 1
   if held and taker.cohort then return true end
   local first, ticket = unpack(redis.call('ZRANGE', of_kind(run, 'suspects', taker.kind), 0, 0, 'WITHSCORES'))
+  if first and not may_write(run, taker, load_group(run, first)) then first = nil end  -- another taker takes it
   if first and held then return drains(run, taker, first, tonumber(ticket)) end
   if first then
     lease_cohort(run, taker)

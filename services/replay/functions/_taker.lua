@@ -2,8 +2,17 @@
 --
 -- holder (its name in the registry), kind (of the groups that it takes), version, nonce, most (groups that it may still get), slots
 -- (trajectories that it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups
--- that it holds, if any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open).
+-- that it holds, if any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open), pulls (whether it is
+-- a replica that pulls its weights, see _offers.lua).
 -- uses: _group, _run
+
+-- Whether the taker's weights may write this group. All replicas in epochs have the newest. Those of a replica that pulls may be too old to
+-- be trained on (law 2), and are not those that a validation evaluates, unless they are of its version.
+local function may_write(run, taker, group)
+  if not taker.pulls then return true end
+  if group.lane == 'train' then return taker.version + run.reach >= run.next_step end
+  return tonumber(redis.call('HGET', group.key, 'validation')) == taker.version
+end
 
 local function lease_token(nonce, number, group)
   return nonce .. '-' .. number .. '/' .. group.id

@@ -1,5 +1,5 @@
--- begin_epoch: start the transfer. The members that acknowledged are final. Replicas that don't hold the epoch's weights are
---               STALE, but for those that validate others.
+-- begin_epoch: start the transfer. The members that acknowledged are final. Replicas that don't hold the epoch's weights, nor pull their
+-- own, nor validate others, are STALE.
 -- KEYS     the run
 -- ARGV     epoch; logprobs (the trainer's, of the probe), tolerance and mean_tolerance (nats), which `verify` uses; then the rendezvous
 --          (msgpack)

@@ -9,15 +9,15 @@
 
 register('lease', {replica = name, most = positive, number = positive, nonce = name}, function(run, call)
   return answer_lease(run, call, call.replica, function()
-    local state, version, timeline, cohort =
-      unpack(redis.call('HMGET', replica_key(run, call.replica), 'state', 'version', 'timeline', 'cohort'))
+    local state, version, timeline, cohort, pulls =
+      unpack(redis.call('HMGET', replica_key(run, call.replica), 'state', 'version', 'timeline', 'cohort', 'pulls'))
     if state ~= 'HEALTHY' or timeline ~= run.timeline then
       refuse('HR_NOT_VERIFIED', 'replica ' .. call.replica .. ' holds no verified weights of this timeline; it may not lease')
     end
     return lease_to(run, {
       holder = call.replica, kind = validates(run, call.replica) and 'validators' or nil, version = tonumber(version),
       nonce = call.nonce, most = math.min(call.most, BATCH), cohort = cohort,
-      slots = {train = math.huge, validation = math.huge}, leases = {},
+      pulls = pulls == '1', slots = {train = math.huge, validation = math.huge}, leases = {},
     })
   end)
 end, false, true)

@@ -7,12 +7,14 @@
 -- Errors   HR_FENCED: the runner is not registered, or the call arrives late; HR_INVALID
 -- uses: _args, _fleet, _lease, _register
 
--- The lowest version of the weights that verified replicas hold on this timeline; nil if there is none.
+-- The lowest version of the weights that verified replicas hold on this timeline and work may begin under; nil if there is none.
 local function lowest_version(run)
   local lowest
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
-    local state, version, timeline = unpack(redis.call('HMGET', replica_key(run, replica), 'state', 'version', 'timeline'))
-    if state_of(run, state, timeline) == 'HEALTHY' then lowest = math.min(lowest or math.huge, tonumber(version)) end
+    local state, version, timeline, pulls =
+      unpack(redis.call('HMGET', replica_key(run, replica), 'state', 'version', 'timeline', 'pulls'))
+    local there = state_of(run, state, timeline) == 'HEALTHY' and (pulls ~= '1' or tonumber(version) + run.reach >= run.next_step)
+    if there then lowest = math.min(lowest or math.huge, tonumber(version)) end
   end
   return lowest
 end

@@ -1,5 +1,5 @@
--- open_epoch: announce a membership epoch to every replica that is HEALTHY or STALE, does not hold its weights and does not validate
--- others; any epoch before it is over.
+-- open_epoch: announce a membership epoch to every replica that is HEALTHY or STALE, does not hold its weights, does not pull them, and
+-- does not validate others; any epoch before it is over.
 -- KEYS     the run
 -- ARGV     epoch (a nonce), version, timeline; then the rendezvous (msgpack)
 -- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. A repeat returns the same

@@ -12,14 +12,16 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import ChainableUndefined, StrictUndefined, TemplateError, Undefined, meta, nodes, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.base.errors import ConfigError
-from headrace.config.environments import LLMJudgeConfig
+
+if TYPE_CHECKING:
+    from headrace.config.environments import LLMJudgeConfig
 
 # What a template knows besides `completion`, or `completions` where they are compared.
 VARIABLES = (

@@ -18,6 +18,7 @@ from headrace_services.trainer.control.checkpoint import Checkpoints
 from headrace_services.trainer.control.feeder import Feeder
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from headrace_services.trainer.control.lineage_writer import LineageWriter
+from headrace_services.trainer.control.offers import Offers
 from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.control.snapshots import Snapshots
 from headrace_services.trainer.control.uploads import Uploads
@@ -84,6 +85,7 @@ class TrainerContext:
     stop: asyncio.Event
     began: float
     uploads: Uploads | None = None  # without `checkpointing.store`
+    offers: Offers | None = None  # likewise
     clock: Callable[[], float] = time.monotonic
 
     async def torch(self, work: Callable[[], T]) -> T:

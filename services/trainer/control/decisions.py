@@ -4,7 +4,7 @@ it.
 The order of actions matters:
 
 - The snapshot of a version, for a checkpoint or to be kept in memory, is taken before the fleet gets its weights, and written meanwhile.
-- The fleet gets a version before that version is validated or trained on.
+- The fleet gets a version before that version is validated or trained on, and before it is copied for replicas that pull it.
 - A validation of older weights ends before they are replaced; one beside training keeps them on replicas of its own, and holds up only the
   run's end.
 - While `reserve` has no batch, replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
@@ -32,6 +32,7 @@ class Action(enum.Enum):
     CHECKPOINT = "checkpoint"
     SNAPSHOT = "snapshot"
     REFIT = "refit"
+    OFFER = "offer"
     AWAIT_VALIDATION = "await validation"
     ABANDON_VALIDATION = "abandon validation"
     VALIDATE = "validate"
@@ -118,6 +119,7 @@ class LoopState:
     - `members` counts the replicas that take part (neither DEAD nor `quarantined`), `healthy` those among them with verified weights.
     - `healthy_at`: when a healthy or loading replica was last seen, or the wait for one began.
     - `refit_due`: some replica that is not at this version may be refitted now.
+    - `offer_due`: some replica pulls, this version was not sent to the store, and nothing else is being sent.
 
     The buffer:
     - `reply`: the last answer of `reserve`; None if it must be called again.
@@ -143,6 +145,7 @@ class LoopState:
     must_save: bool = False
     snapshot_due: bool = False
     quarantined: int = 0
+    offer_due: bool = False
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     episodes: int = 0
     runners: int = 0
@@ -169,6 +172,8 @@ def decide(plan: Plan, state: LoopState) -> Decision:
     validation_due = plan.validates(state.version, final=final) and not state.validated
     if not state.refitted and (validation_due or not final) and state.members:
         return awaited or Decision(Action.REFIT)
+    if state.offer_due and (validation_due or not final):
+        return Decision(Action.OFFER)
     if validation_due and is_beside:
         return Decision(Action.SKIP_VALIDATION)
     if validation_due:
@@ -301,6 +306,12 @@ def count_verified(fleet: Iterable[Replica], version: int, timeline: str) -> int
     return sum(is_verified(replica, version, timeline) for replica in fleet)
 
 
+def may_work(fleet: Iterable[Replica], oldest: int, timeline: str) -> bool:
+    """Return whether a replica that pulls holds verified weights that work may begin under: of version `oldest` or later."""
+    held = (replica for replica in fleet if replica.pulls and replica.state == "HEALTHY")
+    return any(replica.timeline == timeline and replica.version >= oldest for replica in held)
+
+
 def alive(fleet: Iterable[Replica]) -> list[Replica]:
     """Return the replicas that the trainer waits for."""
     return [replica for replica in fleet if replica.takes_part]
@@ -312,17 +323,18 @@ def is_loading(fleet: Iterable[Replica]) -> bool:
 
 
 def behind(fleet: Iterable[Replica], version: int, timeline: str) -> list[str]:
-    """Return the ids of the live replicas that lack these weights, verified. Those that validate others don't."""
-    lacking = [replica for replica in alive(fleet) if not is_verified(replica, version, timeline)]
-    return [replica.id for replica in lacking if not replica.validates]
+    """Return the ids of the live replicas that are sent the weights and have not verified these; those that validate others are not."""
+    there = (replica for replica in alive(fleet) if not (replica.pulls or replica.validates))
+    return [replica.id for replica in there if not is_verified(replica, version, timeline)]
 
 
 def choose_validators(
     fleet: Iterable[Replica], chosen: Collection[str], wanted: int, version: int, timeline: str
 ) -> list[str]:
     """Return the replicas that are to validate `version` beside training, so that with those `chosen` before `wanted` do: those with the
-    fewest leases. At least one that holds the version goes on training."""
-    verified = [replica for replica in fleet if is_verified(replica, version, timeline)]
+    fewest leases. At least one that holds the version goes on training. One that pulls is never chosen: it takes newer weights by
+    itself."""
+    verified = [each for each in fleet if is_verified(each, version, timeline) and not each.pulls]
     others = sorted((each for each in verified if each.id not in chosen), key=lambda each: (each.leases, each.id))
     lacking = wanted - (len(verified) - len(others))
     return [replica.id for replica in others[: max(0, min(lacking, len(others) - 1))]]

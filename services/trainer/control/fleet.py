@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 class Fleet:
     """The replicas of one trainer's run.
 
-    `alive` are the replicas that took part at the last look. `healthy_at` is when a healthy or loading replica was last seen, or the wait
-    for one began. `refitted`: a refit to the newest weights has been carried out, successful or not.
+    `alive` are the replicas that took part at the last look. `healthy_at` is when a healthy or loading replica was last seen, or one that
+    works under older weights, which it pulled, or the wait for one began. `refitted`: a refit to the newest weights has been carried out,
+    successful or not.
     """
 
     def __init__(self, config: Config, context: TrainerContext, timeline: str) -> None:
@@ -59,10 +60,12 @@ class Fleet:
         """Note which replicas take part. Return the number of those that hold verified weights of version `held`."""
         self.alive = frozenset(replica.id for replica in decisions.alive(replicas))
         healthy = decisions.count_verified(replicas, held, self._timeline)
-        if healthy or decisions.is_loading(replicas):
+        works = healthy > 0 or decisions.may_work(replicas, held - self._config.algorithm.ahead_steps, self._timeline)
+        self._ever_verified |= works
+        if works or decisions.is_loading(replicas):
             self.healthy_at = self._context.clock()
         if self.refitted or not self.alive:
-            self._context.readiness.problem = None if healthy else "no rollout replica holds verified weights"
+            self._context.readiness.problem = None if works else "no rollout replica holds verified weights"
         return healthy
 
     def refit_due(self, replicas: Sequence[Replica], version: int) -> bool:
@@ -77,9 +80,7 @@ class Fleet:
     async def refit(self, version: int) -> None:
         """Give the fleet the weights, which are of `version`. Raises `ServiceError` if it turns out that no replica can ever take them."""
         lead = self._context.lead
-        if self._probe is None:
-            self._probe = await self._make_probe()
-        token_ids, logprobs, accepted = self._probe
+        token_ids, logprobs, accepted = await self.probe()
         states = None
         if self._failed_refits:  # only then, because it takes another pass of the model
             states = await self._context.torch(lambda: lead.probe_states(token_ids.tolist()))
@@ -109,8 +110,13 @@ class Fleet:
         if not version and not self._ever_verified:
             self._end_without_model(await self._retry(self._replay.replicas), report.refused)
 
+    async def probe(self) -> tuple[Int32, Float32, Differences]:
+        """Return the probe of the newest weights: tokens, their log-probabilities, and how far those of a replica may be from them."""
+        if self._probe is None:
+            self._probe = await self._make_probe()
+        return self._probe
+
     async def _make_probe(self) -> tuple[Int32, Float32, Differences]:
-        """Return tokens, their log-probabilities under the newest weights, and how far those of a replica may be from them."""
         context, lead = self._context, self._context.lead
         window, longest = lead.learner.policy.window, self._config.policy.max_total_sequence_length
         length = probe_length(longest, lead.learner.vocab_size, None if self._ever_verified else window)

@@ -35,7 +35,7 @@ from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.context import TrainerContext
 from headrace_services.trainer.control.decisions import Action, LoopState, Plan
 from headrace_services.trainer.control.fleet import Fleet
-from headrace_services.trainer.control.rank import check_reservation, shard_batch
+from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
 from headrace_services.trainer.control.recorder import Recorder, collect_builds
 from headrace_services.trainer.control.resume import ResumeState, has_lost_writes
 from headrace_services.trainer.control.validation import Validations
@@ -62,7 +62,7 @@ class Loop:
         self._timeline = resumed.timeline
         self._ledger = resumed.ledger
         self._writer = CheckpointWriter(context, resumed.timeline)
-        self._uploads = context.uploads
+        self._uploads, self._offers = context.uploads, context.offers
         self._plan = Plan.of(config, can_validate=context.prompts.can_validate)
         lines = surviving(context.journal.read())
         self._fleet = Fleet(config, context, resumed.timeline)
@@ -128,6 +128,8 @@ class Loop:
             await self._writer.poll()
             if self._uploads is not None:
                 self._uploads.poll()
+            if self._offers is not None:
+                self._offers.poll()
             replicas = await self._call(self._replay.replicas)
             await self._validations.poll(replicas)
             run = await self._call(self._replay.state)
@@ -178,6 +180,9 @@ class Loop:
                 case Action.REFIT:
                     with self._traced("refit"):
                         await self._fleet.refit(self._version)
+                case Action.OFFER:
+                    with self._traced("offer"):
+                        await self._offer()
                 case Action.VALIDATE:
                     is_last = decisions.is_final(self._plan, state)
                     await self._validations.start(self._version, [] if is_last else replicas)
@@ -230,6 +235,7 @@ class Loop:
             reply=self._reply,
             target_reached=self._validations.target_reached,
             quarantined=sum(replica.state == "QUARANTINED" for replica in replicas),
+            offer_due=self._offers is not None and self._offers.is_due(replicas, self._version),
             must_save=not self._saved_in_time and self._must_save(now),
             snapshot_due=self._context.snapshots is not None
             and self._version not in (0, self._saved, self._snapped)
@@ -346,6 +352,14 @@ class Loop:
         reason = rejected.groups[next(iter(named))]
         await self._call(lambda: self._replay.reject_step(reservation.step, self._timeline, nonce, named, reason))
         self._reply = None
+
+    async def _offer(self) -> None:
+        """Begin to send the weights to the store, for replicas that pull them."""
+        assert self._offers is not None
+        context = self._context
+        source = Weights(context.lead)
+        manifest = context.sender.manifest(source)
+        await self._offers.offer(self._version, source, manifest, await self._fleet.probe(), context.torch)
 
     async def _checkpoint(self) -> None:
         """Take a snapshot for a checkpoint, once the previous checkpoint is published."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
-import importlib.util
 import json
 import logging
 import os
@@ -83,25 +82,15 @@ def list_enabled(config: Config) -> Iterator[tuple[str, Opener, str]]:
     """Yield name, opener and server (a URL; empty: none) of the enabled trackers. Their libraries are imported only when they are opened.
     Raises `ServiceError` naming the extra of a missing library."""
     logger = config.logger
+    for _, message in logger.missing_libraries():
+        raise ServiceError(message)
     if logger.tensorboard_enabled:
-        _require("tensorboard", "tensorboard")
         yield "tensorboard", lambda run_id: TensorBoard(config), ""
     if logger.wandb_enabled:
-        _require("wandb", "wandb")
         server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
         yield "wandb", lambda run_id: WeightsAndBiases(config, run_id), server
     if logger.mlflow_enabled:
-        _require("mlflow", "mlflow", "sqlalchemy", "alembic")
         yield "mlflow", lambda run_id: MLflowRun(config, run_id), _mlflow_server(config) or ""
-
-
-def _require(tracker: str, *modules: str) -> None:
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ServiceError(
-            f"logger.{tracker}_enabled is true, but {', '.join(missing)} is not installed: pip install 'headrace[{tracker}]', or set "
-            f"logger.{tracker}_enabled=false"
-        )
 
 
 class TensorBoard:

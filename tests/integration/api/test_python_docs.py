@@ -31,6 +31,7 @@ def workplace(
     if request.param == "light":
         light = {"rollout": "idle_rollout", "trainer": "recording_trainer"}
         monkeypatch.setenv("PYTHONPATH", instead_of(tmp_path / "services", **light)["PYTHONPATH"])
+        monkeypatch.setenv("HEADRACE_PAGE__PORT", "null")  # nobody looks at it
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tiny_model)

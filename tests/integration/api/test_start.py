@@ -55,6 +55,12 @@ def test_a_run_is_started_waited_for_and_read(config: Path, capsys: pytest.Captu
     again = headrace.Run.start(config, {"run.id": run.id, "grpo.max_num_steps": 9}, data=ROWS)
     assert again.folder == run.folder
     assert again.wait(show=False).state == "finished"
+    checkpoint = run.folder / "checkpoints" / f"step_{STEPS}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"timeline": "a"}')
+    capsys.readouterr()
+    assert headrace.train(config, {"run.id": run.id, "grpo.max_num_steps": STEPS}, data=ROWS).state == "finished"
+    assert "nothing is left to train" in capsys.readouterr().out
 
 
 def test_it_goes_on_when_its_starter_ends_and_stops_when_asked(

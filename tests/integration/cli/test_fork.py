@@ -17,6 +17,7 @@ from headrace.run import history
 from headrace.run.group_files import FOLDER as GROUPS
 from headrace.run.journal import JOURNAL, read_journal
 from headrace.run.lineage import FOLDER, LineageFiles
+from headrace.run.sample_files import SampleFiles
 from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, Checkpoints, CheckpointState, Ledger
 from headrace_services.trainer.control.resume import resume
 from tests.support.command import headrace, refused, said
@@ -61,6 +62,8 @@ def everything(folder: Path) -> dict[str, bytes]:
 def test_a_fork_has_what_led_to_its_checkpoint_and_no_more(source: Path) -> None:
     unfinished = folders.path_of(source / "checkpoints", 4) / ".metrics-a.json"  # of a trainer that was killed
     unfinished.touch()
+    for kind, step in (("train", 3), ("val", 4)):
+        SampleFiles(source / "logs", None).write(kind, step, [{}])
     before = everything(source)
     told = said("runs", "fork", f"{source}@4", "other")
     other = source.parent / "other"
@@ -75,6 +78,7 @@ def test_a_fork_has_what_led_to_its_checkpoint_and_no_more(source: Path) -> None
     assert (past.state, past.last_step) == ("stopped", 3)
     assert all(line.kind != "rewind" for line in read_journal(other / JOURNAL))
     assert [step for step, _ in LineageFiles(config.checkpoint_folder / FOLDER).files()] == [0, 1, 2, 3]
+    assert [SampleFiles.of(config).steps(kind) for kind in ("train", "val")] == [[3], [4]]
     assert (other / GROUPS).is_dir()
     assert not (other / "replay").exists()
     assert not (other / "credentials").exists()

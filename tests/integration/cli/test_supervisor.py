@@ -57,7 +57,8 @@ if len(lives.read_text()) < 3:
 async def test_a_reserved_port_stays_so_after_its_service_is_killed(supervisor: Supervisor, tmp_path: Path) -> None:
     code = """
 import os, signal
-from headrace.net.service import admit, bind, reservations
+from headrace.base.parent import admit, reservations
+from headrace.net.service import bind
 port = int(os.environ["THE_PORT"])
 with bind("127.0.0.1", port, "port"):
     assert len(reservations()) == 1

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         "arithmetic_tiny",
         0,
         {
-            "secrets": {"variables": "tokens", "store": "bucket"},
+            "secrets": {"variables": "tokens", "store": "bucket", "pull": "reader"},
             "reward": {"keys": "keys"},
             "storage": {"runs": {"existingClaim": "my-runs"}, "models": {"existingClaim": "shared-models"}},
             "image": {"pullSecrets": ["tokens"]},
@@ -377,13 +377,15 @@ def test_each_pod_has_its_own_secrets_alone(rendered: Callable[[str], list[Manif
                 assert names == {f"{RELEASE}-{component}-tls", f"{RELEASE}-{component}-credentials"}
 
 
-def test_the_credentials_of_the_store_are_the_trainers_alone(rendered: Callable[[str], list[Manifest]]) -> None:
+def test_credentials_that_write_to_the_store_are_the_trainers_alone(
+    rendered: Callable[[str], list[Manifest]],
+) -> None:
     sources = {
         component: [source["secretRef"]["name"] for source in template["spec"]["containers"][0].get("envFrom", ())]
         for component, template in by_component(rendered("given")).items()
     }
     assert {component: names for component, names in sources.items() if names} == {
-        "rollout": ["tokens"],
+        "rollout": ["tokens", "reader"],
         "trainer": ["tokens", "bucket"],
     }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from tests.chaos import runs
 from tests.support.command import said
 

@@ -434,7 +434,7 @@ def test_a_server_takes_the_printed_file(tmp_path: Path, redis_binary: str | Non
     """As `aclfile`, which is read more strictly than ACL SETUSER."""
     import subprocess
 
-    from headrace.net.service import die_with_parent
+    from headrace.base.parent import die_with_parent
     from headrace_services.replay.embedded import _find_bundled
 
     path = tmp_path / "users.acl"

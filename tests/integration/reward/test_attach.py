@@ -46,6 +46,7 @@ async def scored(hub: Hub) -> float:
     return sum(float(line.split()[-1]) for line in found if 'environment="odd"' in line)
 
 
+@pytest.mark.usefixtures("executed")  # which is shown to import nothing heavy
 async def test_what_waits_for_an_attachment_is_named_and_scored_later() -> None:
     async with start_hub(ATTACHED) as hub:
         (score,) = await hub.score([odd("abc")])

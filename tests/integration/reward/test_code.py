@@ -26,6 +26,8 @@ from headrace_services.reward.sandbox import Level
 from tests.support.reward_hub import WAIT_S, start_hub
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("executed")
+
 ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 30.0}
 SECRET = "8423107"  # the expected output of what attacks
 SUMS = {"inputs": ["1 2\n", "40 2\n", "-1 1\n"], "outputs": ["3\n", "42\n", "0\n"]}
@@ -602,7 +604,7 @@ async def test_time_in_which_a_program_waits_for_a_core_is_not_its_own() -> None
 
 
 async def test_another_language_has_its_command_and_a_limit_of_processes() -> None:
-    env = ENV | {"runs_with": ["perl"], "processes": 8}
+    env = ENV | {"cpu_s": 1, "wall_s": 2.0, "runs_with": ["perl"], "processes": 8}
     sums = "my ($a, $b) = split ' ', <STDIN>; print $a + $b, qq{\\n};"
     bomb = "while (1) { fork; } print 3;"
     child = "my $n = fork; if ($n == 0) { exit 0; } wait; print qq{3\\n};"

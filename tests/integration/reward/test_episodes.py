@@ -416,6 +416,7 @@ async def test_a_function_that_cannot_be_run_ends_the_start_with_the_reason(func
     assert said in str(refused.value)
 
 
+@pytest.mark.usefixtures("executed")
 async def test_a_function_is_in_a_process_of_its_own_and_ends_with_the_hub() -> None:
     def processes() -> list[int]:
         children = psutil.Process().children(recursive=True)

@@ -90,6 +90,7 @@ async def test_a_batch_that_mixes_environments_comes_back_in_order() -> None:
     assert "no environment 'orange' (it has: math, odd)" in scores[6].message
 
 
+@pytest.mark.usefixtures("executed")
 async def test_a_custom_environment_runs_without_anything_heavy() -> None:
     async with start_environment(ODD) as odd, start_hub({"odd": {"target": odd.target}}) as hub:
         (score,) = await hub.score([Sample("modules", environment="odd")])
@@ -201,6 +202,7 @@ async def test_law_7_failure_is_not_zero_a_reward_out_of_range_is_failed() -> No
     assert over.message.endswith("reward_max 2")
 
 
+@pytest.mark.usefixtures("executed")
 async def test_law_6_liveness_a_hanging_scorer_is_killed_alone() -> None:
     # the next worker takes the time that a busy machine needs to import math-verify
     env = {"math": {"timeout_s": 1.0}, "patient": {"type": "math", "timeout_s": WAIT_S}}
@@ -214,6 +216,7 @@ async def test_law_6_liveness_a_hanging_scorer_is_killed_alone() -> None:
     assert not workers_of()
 
 
+@pytest.mark.usefixtures("executed")
 async def test_a_worker_killed_in_the_middle_fails_its_own_trajectory_alone() -> None:
     async with start_hub({"math": {}}, workers=1) as hub:
         (worker,) = workers_of()
@@ -318,6 +321,7 @@ async def test_health_reflection_and_the_list_of_environments() -> None:
     assert all(environment.ready for environment in environments.values())
 
 
+@pytest.mark.usefixtures("executed")
 async def test_a_busy_port_is_one_clear_error() -> None:
     with bind("127.0.0.1", 0, "port") as sock:
         port = sock.getsockname()[1]
@@ -333,6 +337,7 @@ async def test_a_busy_port_is_one_clear_error() -> None:
     assert not workers_of()
 
 
+@pytest.mark.usefixtures("executed")
 async def test_workers_that_cannot_start_are_one_clear_error() -> None:
     pool = WorkerPool({"math": MathConfig.model_construct(type="none such")}, 2)
     with pytest.raises(ServiceError, match=r"worker.*status 1"):

@@ -155,6 +155,7 @@ async def test_what_cannot_be_loaded_is_said_at_the_start(directory: Path, tmp_p
             pass
 
 
+@pytest.mark.usefixtures("executed")
 async def test_without_torch_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

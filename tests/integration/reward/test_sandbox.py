@@ -329,6 +329,7 @@ async def test_law_7_failure_is_not_zero_tasks_score_alike_in_the_sandbox() -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.usefixtures("executed")
 async def test_a_worker_has_one_thread() -> None:
     pool = WorkerPool({"gym": ReasoningGymConfig(), "math": MathConfig()}, 1, levels=[Level.B, Level.NONE])
     await pool.start()

@@ -33,7 +33,7 @@ from tests.support.toy_policy import ToyPolicy
 from tests.support.waiting import eventually
 
 # verifiers is installed for it, and takes seconds to be imported; each turn of its harness is a process
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), pytest.mark.usefixtures("executed")]
 
 WAIT_S = 600.0
 EXAMPLES = Path(__file__).parents[3] / "examples"

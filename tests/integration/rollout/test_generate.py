@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -59,9 +62,18 @@ def engine(tiny_model: Path) -> Iterator[Any]:
             }
         }
     )
+    from vllm.model_executor.models import registry
+
     before = dict(os.environ)
+    # with an empty cache, it starts no process to look at the model's class
+    unknown = mock.patch.object(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", return_value=None)
+    alone = mock.patch.object(registry, "subprocess", None)
+    # so that the engine is forked: the threads that this process has hold nothing that the engine takes
+    one_thread = mock.patch.object(threading, "active_count", return_value=1)
     try:
-        with running_engine(config) as engine:
+        with contextlib.ExitStack() as stack:
+            with unknown, alone, one_thread:
+                engine = stack.enter_context(running_engine(config))
             yield engine
     finally:
         os.environ.clear()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_STOPPED, die_with_parent
+from headrace.base.parent import die_with_parent
+from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_STOPPED
 from headrace_services.trainer import launch
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
@@ -36,7 +37,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, end
 
 SAVING = """
 import os, pathlib, signal, sys, time
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 die_with_parent()
 folder = pathlib.Path(sys.argv[0]).parent
 def save(*_):

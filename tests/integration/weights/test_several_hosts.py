@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.net.service import die_with_parent
+from headrace.base.parent import die_with_parent
 from tests.chaos import runs
 
 pytestmark = [

@@ -11,6 +11,10 @@ import pytest
 
 import headrace
 from headrace.base.errors import ConfigError, HeadraceError, ServiceError
+from headrace.launch import runs
+from headrace.run import now
+from headrace.run.history import RUN_LOCK
+from headrace.run.now import EnvironmentNow, Now
 from tests.support.page_runs import PROMPTS, SAMPLES, STEPS, recorded_run
 from tests.support.past_run import past_run
 
@@ -74,6 +78,13 @@ def test_more_groups_than_are_asked_for_at_a_time_are_all_there(
     assert run.groups().to_arrow().column("id").to_pylist() == everything
 
 
+def test_a_state_or_sort_that_there_is_not_is_refused_at_once(run: headrace.Run) -> None:
+    with pytest.raises(ConfigError, match="'trainned': it is one of queued"):
+        run.groups(states=["trainned"])
+    with pytest.raises(ConfigError, match="'-rewards': it is one of order"):
+        run.groups(sort="-rewards")
+
+
 def test_a_picture_has_the_curves_and_nothing_that_a_run_wrote_acts(tmp_path: Path) -> None:
     run = headrace.Run(recorded_run(tmp_path, text=HOSTILE, state="failed", reason=HOSTILE))
     picture = run._repr_html_()
@@ -88,6 +99,24 @@ def test_waiting_for_a_run_that_failed_raises_its_reason(tmp_path: Path) -> None
     with pytest.raises(ServiceError, match="the disk is full"):
         run.wait()
     assert run.stop() is run
+
+
+def test_waiting_for_a_run_tells_once_which_environment_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recorded_run(tmp_path, state="running")
+    monkeypatch.setattr("headrace.api.run._POLL_S", 0.01)
+    broken = EnvironmentNow("math", 3, 0, broken=True, message=f"KeyError: {HOSTILE}")
+    now.write(folder, Now(1.0, 0, -1, False, {}, {}, [], [], [broken, EnvironmentNow("other", 0, 0, broken=False)], []))
+    run = headrace.Run(folder)
+    with runs.held(folder / RUN_LOCK, "", ""):
+        assert "waits for environment math: KeyError" in repr(run)
+        with pytest.raises(TimeoutError):
+            run.wait(timeout=0.2)
+    assert capsys.readouterr().out.count("waits for environment math: KeyError") == 1
+    assert "waits" not in repr(run)
+    (folder / now.NOW).write_text("{")
+    assert "waits" not in repr(run)
 
 
 def test_waiting_for_a_run_that_has_ended_returns_it(run: headrace.Run) -> None:

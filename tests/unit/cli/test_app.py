@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
+from headrace.cli.commands import SECTIONS
 from tests.support.command import refused
 from tests.support.page_runs import recorded_run
 
@@ -29,6 +30,25 @@ def test_waiting_threads_leave_the_cores_unless_told_otherwise(
 def test_short_help_is_help(command: list[str]) -> None:
     short, long = (CliRunner().invoke(app, [*command, option]) for option in ("-h", "--help"))
     assert (short.exit_code, short.stdout) == (0, long.stdout)
+
+
+def test_help_begins_with_what_one_begins_with_and_has_every_command() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert [shown.index(f"─ {section} ─") for section in SECTIONS] == sorted(
+        shown.index(f"─ {section} ─") for section in SECTIONS
+    )
+    assert all(f"│ {name} " in shown for commands in SECTIONS.values() for name in commands)
+    assert "─ Commands ─" not in shown
+
+
+@pytest.mark.parametrize("command", [["model"], ["groups", "find"]])
+def test_help_breaks_its_lines_where_the_terminal_does(command: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "400"}).stdout
+    assert " SmolLM2-135M-Instruct." in shown if command == ["model"] else " left over. `headrace" in shown
+    assert (
+        len([line for line in shown.splitlines() if line.strip().startswith(("Make a", "Find", "`tiny", "failed"))])
+        == 1
+    )
 
 
 def test_the_version_is_that_of_the_package() -> None:

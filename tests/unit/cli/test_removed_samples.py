@@ -30,5 +30,12 @@ def test_commands_name_the_bound_that_removed_samples(
     assert bound not in refused("samples", run, "--step", 9)
 
 
+def test_samples_that_no_bound_removed_are_said_to_be_elsewhere(tmp_path: Path) -> None:
+    """As in a folder that was copied in part."""
+    run = past_run(tmp_path, "adder", 4)
+    SampleFiles(run / "logs", None).write("train", 3, [{}])
+    assert "those of steps 0 to 2 were moved, not copied" in " ".join(said("status", "--run", run).split())
+
+
 def test_a_run_without_samples_lost_none_to_a_bound(tmp_path: Path) -> None:
     assert "removed" not in said("status", "--run", past_run(tmp_path, "adder", 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -65,6 +66,15 @@ def test_config_check_names_the_pip_command_of_a_store(
     with pytest.raises(ConfigError, match=r"run\.yaml:\d+") as refused:
         preflight.look(examine(file, []))
     assert "pip install 'headrace[store]'" in str(refused.value)
+
+
+def test_config_check_names_the_pip_command_of_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("logger: {wandb_enabled: true}\n")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    with pytest.raises(ConfigError, match=r"pip install 'headrace\[wandb\]'.*run\.yaml:1\)"):
+        preflight.look(examine(file, []))
 
 
 def test_config_check_warns_of_a_store_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,23 @@ def test_the_best_is_the_initial_model_where_no_checkpoint_is_better(run: Path) 
         assert (found.name, found.run and found.run.step) == (f"adder@{step}", step)
     config = runs.load_saved(run / runs.SAVED)
     least = config.checkpointing.model_copy(update={"higher_is_better": False})
-    assert best_weights(config.model_copy(update={"checkpointing": least})) == (2, 0.4)
-    assert describe_best(config, 0, 0.75).startswith("initial (the initial model, val:accuracy 0.75")
+    assert best_weights(config.model_copy(update={"checkpointing": least})) == (2, "val:accuracy", 0.4)
+    assert describe_best(config, 0, "val:accuracy", 0.75).startswith("initial (the initial model, val:accuracy 0.75")
+
+
+@pytest.mark.parametrize(("validates", "step"), [(True, 4), (False, 2)])
+def test_a_run_that_keeps_the_newest_has_a_best_too(run: Path, validates: bool, step: int) -> None:
+    """That of its validations; without any, of its rewards."""
+    config = runs.load_saved(run / runs.SAVED)
+    newest = config.checkpointing.model_copy(update={"metric_name": None})
+    runs.save(config.model_copy(update={"checkpointing": newest}))
+    if not validates:
+        (run / "checkpoints" / "step_2" / metrics_name("t")).unlink()
+        for state in run.glob("checkpoints/*/state.json"):
+            known = json.loads(state.read_text())
+            reward = 1.0 if known["version"] == 2 else 0.5
+            state.write_text(json.dumps({**known, "metrics": {"train:reward": reward}}))
+    assert weights.find("adder@best").name == f"adder@{step}"
 
 
 def test_step_0_is_the_initial_model(run: Path) -> None:

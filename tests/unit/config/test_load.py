@@ -466,6 +466,27 @@ def test_what_lies_beside_the_file_that_names_it_is_found(tmp_path: Path, monkey
     assert load("../project/base.yaml", environ={}).policy.tokenizer.name is None
 
 
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "run: {dir: ~/runs}\npolicy: {model_name: ~/m}\ndata: {train: [{data_path: ~/a.jsonl, env_name: e}], default: {env_name: e}}\n"
+        "env: {e: {target: '~/e.py:E'}}\nlogger: {wandb: {name: ~/no path}}\n"
+    )
+    config = load(file, ["checkpointing.checkpoint_dir=~/c", "data.validation.data_path=~/b.jsonl"], {})
+    (train,), (validation,) = config.data.train, config.data.validation
+    found = (
+        config.run.dir,
+        config.policy.model_name,
+        train.data_path,
+        validation.data_path,
+        config.checkpointing.checkpoint_dir,
+    )
+    assert found == ("/home/me/runs", "/home/me/m", "/home/me/a.jsonl", "/home/me/b.jsonl", "/home/me/c")
+    assert config.env["e"].target == "/home/me/e.py:E"
+    assert config.logger.wandb.name == "~/no path"
+
+
 def test_a_runs_own_configuration_has_its_paths_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "x" / "checkpoints").mkdir(parents=True)

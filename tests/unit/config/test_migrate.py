@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.config.migrate import trl, verl
 from headrace.config.migrate.draft import Draft, Row, read_scalar
+from headrace_services.trainer.data import load_problems
 
 TRAINS = """
 from datasets import load_dataset
@@ -66,6 +68,7 @@ TRL_RUNS: list[tuple[str, dict[str, Any]]] = [
             "policy.optimizer.kwargs.weight_decay": 0.0,
             "logger.wandb_enabled": True,
             "run.dir": "out",
+            "data.remove_duplicates": False,
         },
     ),
     # as its script of GSPO
@@ -148,16 +151,63 @@ def test_a_run_of_trl_means_the_same_here(tmp_path: Path, keywords: str, expecte
 
 
 def test_rewards_are_weighed_and_told_where_they_must_be(tmp_path: Path) -> None:
-    text = TRAINS.replace("reward_funcs=short", "reward_funcs=[think_format_reward, short, 'org/judge', make(3)]")
-    draft = of_trl(tmp_path, "reward_weights=[1.0, 0.5, 2, 0.1]", text)
-    parts = {"think_format_reward": 1.0, "short": 0.5, "judge": 2.0, "make": 0.1}
+    funcs = "[think_format_reward, short, 'org/judge', make(3), functools.partial(short, by=2), get_cosine_scaled_reward(9)]"
+    text = TRAINS.replace("reward_funcs=short", f"reward_funcs={funcs}")
+    text = text.replace("think_format_reward\n", "get_cosine_scaled_reward, think_format_reward\nimport functools\n", 1)
+    draft = of_trl(tmp_path, "reward_weights=[1.0, 0.5, 2, 0.1, 1, 1]", text)
     env = draft.values()["env"]
+    parts = {"think_format_reward": 1.0, "short": 1.0, "judge": 2.0, "make": 0.1, "get_cosine_scaled_reward": 1.0}
     assert env["reward"] == {"type": "combine", "parts": parts}
     assert env["judge"] == {"type": "reward_model", "model_name": "org/judge"}
+    assert env["make"] == {"target": "train_rewards.py:make_reward"}
+    copied = draft.files["train_rewards.py"]
+    assert "from trl.rewards import get_cosine_scaled_reward\n" in copied
+    assert "make_reward = make(3)\n" in copied
+    assert "short_reward = functools.partial(short, by=2)\n" in copied
     assert draft.problem() is None
     told = "\n".join(draft.to_add)
-    assert "from trl.rewards import think_format_reward" in told
-    assert "make = make(3)" in told
+    assert "train_rewards.py: make, which it uses" in told
+    assert "train_rewards.py: the package trl must be installed here: pip install --no-deps trl" in told
+
+
+def test_rewards_without_a_name_of_their_own_get_one(tmp_path: Path) -> None:
+    funcs = "[functools.partial(short, by=1), functools.partial(short, by=2), lambda completions: [0.0], SCORE[0]]"
+    draft = of_trl(tmp_path, text=f"import functools\n{TRAINS.replace('=short', f'={funcs}')}")
+    assert [*draft.values()["env"]["reward"]["parts"]] == ["short", "short_2", "reward_3", "reward_4"]
+    assert "short_2_reward = functools.partial(short, by=2)\n" in draft.files["train_rewards.py"]
+    assert "reward_3_reward = lambda completions: [0.0]\n" in draft.files["train_rewards.py"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "earned"),
+    [
+        ("<think>\nwhy\n</think>\nso", True),
+        ("<think>why so", False),
+        ("so <think>why</think>", False),
+        ("\n<think>why</think>", False),
+        ("<think>a<think>b</think>", False),
+        ("<think></think>", True),
+    ],
+)
+def test_a_reward_of_trls_own_is_a_built_in_environment(completion: str, earned: bool) -> None:
+    draft = trl.migrate(
+        "trl grpo --model_name_or_path Q --dataset_name a/b --reward_funcs accuracy_reward think_format_reward"
+    )
+    values = draft.values()
+    assert values["env"]["accuracy_reward"] == {"type": "math"}
+    assert values["data"]["default"]["output_key"] == "solution"
+    assert draft.problem() is None
+    assert not any("reward" in each for each in draft.to_add)
+    pattern = values["env"]["think_format_reward"]["pattern"]
+    theirs = re.match(r"^<think>(?!.*<think>)(.*?)</think>.*$", completion, re.DOTALL | re.MULTILINE)
+    assert (re.search(pattern, completion) is not None) is (theirs is not None) is earned
+
+
+def test_a_reward_that_can_not_keep_time_in_a_thread_is_told(tmp_path: Path) -> None:
+    text = TRAINS.replace("def short", "from math_verify import parse\n\ndef short").replace("-len(", "-parse(")
+    assert any("parsing_timeout=None" in each for each in of_trl(tmp_path, text=text).to_add)
+    text = text.replace('["content"])', '["content"], parsing_timeout=None)')
+    assert not any("parsing_timeout" in each for each in of_trl(tmp_path, text=text).to_add)
 
 
 COPIED = """
@@ -232,7 +282,29 @@ def test_the_flags_of_a_command_count_over_the_script(tmp_path: Path) -> None:
         "trl grpo --model_name_or_path Q --dataset_name a/b --reward_funcs accuracy_reward --num_generations 4"
     )
     assert draft.values()["data"]["train"] == {"data_path": "a/b", "split": "train"}
-    assert draft.values()["env"]["accuracy_reward"] == {"target": "rewards.py:accuracy_reward"}
+    assert draft.values()["env"]["accuracy_reward"] == {"type": "math"}
+
+
+def test_the_file_of_a_command_is_read_and_its_flags_count_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "model_name_or_path: Q\nlearning_rate: 1e-5\nreward_funcs: accuracy_reward\nmax_steps: 9\nfoo: [1]\n"
+    )
+    draft = trl.migrate(f"trl grpo --config {file} --max_steps 5 --dataset_name a/b")
+    found = flat(draft.values())
+    assert (found["policy.model_name"], found["policy.optimizer.kwargs.lr"], found["grpo.max_num_steps"]) == (
+        "Q",
+        1e-5,
+        5,
+    )
+    assert found["env.accuracy_reward"] == {"type": "math"}
+    assert any(line.startswith("foo") for line in draft.missing)
+    for text in ("[1]", "a: ["):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="--config"):
+            trl.migrate(f"trl grpo --config {file}")
+    file.unlink()
+    assert any("not here" in line for line in trl.migrate(f"trl grpo --config {file}").to_add)
 
 
 def test_what_a_script_sets_after_it_read_its_flags_counts(tmp_path: Path) -> None:
@@ -256,7 +328,81 @@ def test_what_a_script_sets_after_it_read_its_flags_counts(tmp_path: Path) -> No
     assert any("epsilon" in line and "0.3" in line for line in draft.to_add)
 
 
-def test_rows_that_the_script_changes_ask_for_a_processor(tmp_path: Path) -> None:
+ROWS = """
+import random
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+random.seed(7)
+rows = []
+unused = open("nowhere")
+WORDS = {"+": "and"}
+WORDS["-"] = "less"
+
+
+def ask(row):
+    return {"prompt": f"{row['a']} {WORDS['+']} {row['b']}"}
+
+
+def short(completions, **kwargs):
+    return [0.0]
+
+
+def main(rank):
+    for a in random.sample(range(100), 20):
+        rows.append({"a": a, "b": 1, "answer": str(a + 1)})
+    dataset = Dataset.from_list(rows).map(ask)
+    print(dataset)
+    dataset.push_to_hub("mine")
+    note = \"\"\"
+a text
+\"\"\"
+    both = dataset.train_test_split(test_size=0.5, seed=1)
+    trainer = GRPOTrainer("M", short, GRPOConfig(eval_strategy="steps", eval_steps=2), both["train"], both["test"])
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(0)
+"""
+
+
+def test_rows_that_the_script_makes_are_made_by_a_copy_of_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])  # it is added to
+    draft = of_trl(tmp_path, text=ROWS)
+    Path("train_data.py").write_text(draft.files["train_data.py"])
+    assert draft.files["train_data.py"].count("random.seed(7)") == 1
+    assert not any(word in draft.files["train_data.py"] for word in ("nowhere", "push_to_hub", "print", "trl", "note"))
+    assert not any(each.startswith(("data", "train_data")) for each in draft.to_add), draft.to_add
+    config = Config.model_validate(draft.values())
+    training, validation = load_problems(config.data)
+    assert [len(training), len(validation)] == [10, 10]
+    (message,) = training[0].messages
+    assert message["content"].split()[1:] == ["and", "1"]
+    assert training[0].extra_env_info["answer"] == str(int(message["content"].split()[0]) + 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("random.seed(7)\n", "", "train_data.py: a seed"),
+        ("), 20)", "), rank)", "data.train: only running"),
+        ("), 20)", "), argparse.ArgumentParser().parse_args().n)", "data.train: only running"),
+        (".map(ask)", ".map(lambda row: row, load_from_cache_file=not GRPOConfig)", "data.train: only running"),
+    ],
+)
+def test_rows_that_only_running_the_script_would_tell_are_asked_for(
+    tmp_path: Path, old: str, new: str, told: str
+) -> None:
+    draft = of_trl(tmp_path, text=ROWS.replace(old, new).replace("import random", "import argparse, random"))
+    assert any(each.startswith(told) for each in draft.to_add), draft.to_add
+
+
+def test_rows_changed_by_what_is_unknown_ask_for_a_processor(tmp_path: Path) -> None:
     changed = 'train, held_out = load_dataset("org/set", split=["train[:5%]", "test[:5%]"])\ntrain = train.map(ask)\n'
     text = TRAINS.replace("def short", f"{changed}\ndef short").replace(
         "train_dataset=dataset", "train_dataset=train, eval_dataset=held_out"
@@ -378,6 +524,26 @@ def test_a_run_of_verl_means_the_same_here(tmp_path: Path, keys: str, expected: 
     assert found["data.train"] == [{"data_path": f"{folder}/gsm8k.parquet"}, {"data_path": f"{folder}/math.parquet"}]
     assert found["policy.model_name"] == "Qwen/Qwen3-4B"
     assert draft.missing == []
+
+
+def test_sizes_of_which_there_is_one_here_are_all_accounted_for() -> None:
+    rollout, ref = (
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    )
+    alike = verl.migrate(f"algorithm.adv_estimator=grpo {rollout}=64 {ref}=64")
+    assert alike.values()["policy"]["logprob_batch_size"] == 64
+    assert alike.missing == []
+    other = verl.migrate(f"algorithm.adv_estimator=grpo {rollout}=160 {ref}=32")
+    assert other.values()["policy"]["logprob_batch_size"] == 32
+    (told,) = other.missing
+    assert told.startswith(f"{rollout} 160: ")
+
+
+@pytest.mark.parametrize("place", ["$PWD", "${PWD}", "$(pwd)", "${DATA:-$PWD}"])
+def test_files_may_be_in_the_working_directory(place: str) -> None:
+    draft = verl.migrate(f"python3 -m verl.trainer.main_ppo data.train_files={place}/a.parquet")
+    assert draft.values()["data"]["train"] == [{"data_path": "a.parquet"}]
 
 
 def test_images_and_other_accelerators_have_no_counterpart() -> None:

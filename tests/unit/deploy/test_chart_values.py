@@ -189,6 +189,14 @@ def test_the_credentials_of_the_store_are_asked_for() -> None:
     values, remarks = chart_values(run, Cluster())
     assert values["networkPolicies"]["outbound"] == {"trainer": [443]}
     assert any("secrets.store" in remark for remark in remarks)
+    assert not any("secrets.pull" in remark for remark in remarks)
+
+
+def test_the_credentials_of_replicas_that_pull_are_asked_for() -> None:
+    store = {"checkpointing": {"store": "s3://bucket/runs"}, "rollout": {"weights_from": "store"}}
+    values, remarks = chart_values(config(policy={"model_name": "models/tiny"}, **store), Cluster())
+    assert values["networkPolicies"]["outbound"] == {"rollout": [443], "trainer": [443]}
+    assert any("secrets.pull" in remark for remark in remarks)
 
 
 def test_files_of_this_machine_are_told(tmp_path: Path) -> None:

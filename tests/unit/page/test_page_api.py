@@ -232,12 +232,24 @@ def test_the_best_checkpoint_is_that_of_the_best_version(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("name", ["val:accuracy", "null"])
+def test_checkpoints_have_the_metric_that_chooses_the_best(tmp_path: Path, name: str) -> None:
+    folder = recorded_run(tmp_path)
+    with (folder / "config.yaml").open("a") as file:
+        file.write(f"checkpointing: {{metric_name: {name}}}\n")
+    (folder / "checkpoints" / f"step_{STEPS}").mkdir()
+    state = {"timeline": "a", "metrics": {"val:accuracy": 0.5}}
+    (folder / "checkpoints" / f"step_{STEPS}" / "state.json").write_text(json.dumps(state))
+    (checkpoint,) = ask(TestClient(build_app(tmp_path)), "/api/runs/adder")["checkpoints"]
+    assert (checkpoint["best"], checkpoint["metric"]) == (True, 0.5)
+
+
 def test_a_trajectory_is_read_token_by_token(client: TestClient) -> None:
     found = ask(client, "/api/runs/adder/groups/0-10/trajectories/1?first=1&count=1")
     assert (found["total"], found["first"], [token["id"] for token in found["tokens"]]) == (2, 1, [6])
     assert found["columns"]["advantages"] == [None]
     gone = ask(client, "/api/runs/adder/groups/0-0")["unkept"]
-    assert "removed by the bound logger.keep_step_data_bytes" in gone
+    assert "moved, not copied" in gone
     assert gone in ask(client, "/api/runs/adder/groups/0-0/trajectories/1", 404)["detail"]
     assert ask(client, "/api/runs/adder/groups/0-10")["unkept"] is None
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.base.errors import ConfigError
+from headrace.cli.env_calibrate import differing
 from headrace.config.environments import LLMJudgeConfig
 from headrace.env.kit.example_samples import read_labels
 from headrace_services.reward.judge.calibration import (
@@ -168,3 +169,10 @@ def test_labels_are_read(tmp_path: Path) -> None:
     one, other = read_labels(tmp_path / "labels.jsonl", (1, 5))
     assert (one.messages, one.score) == (({"role": "user", "content": "p"},), 1)
     assert (list(other.messages), other.score) == (messages, 4.5)
+
+
+def test_the_reasons_of_several_verdicts_are_told_once_each() -> None:
+    reasons = {"judge_0": ["too long", "rude", "too long"], "judge_1": "right"}
+    made = differing([{"label": 0.5, "reward": 1.0, "completion": "42", "reasons": reasons}], 1)
+    (told,) = made.columns[3].cells
+    assert str(told) == "judge_0: too long / rude; judge_1: right"

@@ -133,6 +133,15 @@ def test_nothing_is_leased_between_acknowledgement_and_verification(state: str) 
     assert decide(worker_state(state, epoch=transfer, attempted="e1", refitting=True)) == []
 
 
+@pytest.mark.parametrize("busy", [{"held": HELD}, {"calls": frozenset({"t"})}])
+def test_one_that_pulls_drains_first_unless_in_flight(busy: dict[str, Any]) -> None:
+    here = epoch(state="transfer", members=(ME,), acknowledged=(ME,))
+    assert decide(worker_state(epoch=here, pulls=True, **busy)) == []
+    assert decide(worker_state(epoch=here, pulls=True, in_flight_updates=True, **busy)) == [TakePart(here)]
+    assert decide(worker_state(epoch=here, pulls=True)) == [TakePart(here)]
+    assert decide(worker_state(epoch=None, pulls=True)) == [LeaseGroups(4)]  # until then it leases
+
+
 def test_a_transfer_is_joined_once() -> None:
     transfer = epoch(state="transfer", acknowledged=(ME,))
     assert decide(worker_state("STALE", epoch=transfer, attempted="e1")) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from headrace_services.trainer.control.decisions import (
     count_verified,
     decide,
     is_hopeless,
+    may_work,
     next_backoffs,
     next_streaks,
     refit_due,
@@ -78,6 +80,18 @@ def test_checkpoint_then_snapshot_then_weights_for_the_fleet() -> None:
     assert at(**fresh, version=4) is Action.CHECKPOINT
     assert at(snapshot_due=True) is Action.SNAPSHOT  # what was being written before is on the disk
     assert at(snapshot_due=True, stop=True) is Action.CHECKPOINT
+
+
+def test_a_version_is_offered_between_refit_and_step() -> None:
+    assert at(offer_due=True, refitted=False, reply=None) is Action.REFIT
+    assert at(offer_due=True, reply=None) is Action.OFFER
+    assert at(offer_due=True, reply=Reservation(3, (), ())) is Action.OFFER
+    assert at(offer_due=True) is Action.OFFER  # a replica that pulls has come while the trainer waits
+    assert at(offer_due=True, version=5, healthy=0, reply=None) is Action.OFFER  # nobody else may be there to validate
+    assert at(offer_due=True, stop=True) is Action.CHECKPOINT
+    end = {"version": 10, "saved": True, "reply": None, "offer_due": True}
+    assert at(**end) is Action.OFFER  # it is validated
+    assert at(**end, validated=True) is Action.FINISH
 
 
 def test_the_initial_model_needs_no_checkpoint() -> None:
@@ -269,6 +283,7 @@ states = st.builds(
     reply=st.sampled_from([None, Waiting(0, 2), Reservation(3, (), ()), End(0)]),
     target_reached=st.booleans(),
     must_save=st.booleans(),
+    offer_due=st.booleans(),
 )
 
 
@@ -307,6 +322,25 @@ def test_who_holds_a_version_and_who_is_behind() -> None:
     ]
     assert count_verified(fleet, 4, "now") == 1
     assert behind(fleet, 4, "now") == ["old", "of another timeline", "new"]
+    pulling = [msgspec.structs.replace(one, pulls=True) for one in fleet]
+    assert behind(pulling, 4, "now") == []  # nobody sends them anything
+    assert count_verified(pulling, 4, "now") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "works"),
+    [
+        ({}, True),
+        ({"version": 5}, True),
+        ({"version": 2}, False),
+        ({"state": "STALE"}, False),
+        ({"timeline": "before"}, False),
+        ({"pulls": False}, False),
+    ],
+)
+def test_one_that_pulls_works_under_older_weights(changes: dict[str, object], works: bool) -> None:
+    it = msgspec.structs.replace(replica("far", "HEALTHY", 3), **{"pulls": True, **changes})
+    assert may_work([it, replica("loading", "LOADING", -1)], 3, "now") is works
 
 
 def test_some_replicas_validate_and_one_at_least_goes_on_training() -> None:

@@ -25,7 +25,7 @@ def test_each_action_goes_into_the_part_of_its_name() -> None:
         training=1024.0,
         learner={"policy_training": 512.0},
         buffer_starvation=spent[Action.WAIT] + spent[Action.RESERVE],
-        refit_bubble=spent[Action.REFIT],
+        refit_bubble=spent[Action.REFIT] + spent[Action.OFFER],
         validation=spent[Action.AWAIT_VALIDATION] + spent[Action.VALIDATE] + spent[Action.ABANDON_VALIDATION],
         checkpoint=spent[Action.CHECKPOINT] + spent[Action.SNAPSHOT],
         awaiting_scores=0.5,

@@ -1,0 +1,317 @@
+"""Versions of a run's weights in its object store, for replicas that no broadcast reaches.
+
+    adder/weights/1f0c/offers/12.json   version 12 of timeline 1f0c: which blocks it has, in their order; written last
+    adder/weights/1f0c/blocks/9ab3…     a block, under the SHA-256 of its bytes
+    adder/weights/1f0c/patches/9ab3…-…  what turns the block that the version before has in this place into it, if that is much less
+
+A block that several versions have in common is sent and fetched once, and whoever has the version before fetches patches. Whoever fetches a
+version knows the digest of its list from the buffer, so nothing in the store has to be trusted, and what isn't whole is never taken for
+weights. A trainer writes and removes only under its own timeline, and once it has begun removes the others: one that wakes up late can't
+harm its successor's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.base.errors import CodecError, ServiceError
+from headrace.run.object_store import RunStore, run_all
+
+Buffer = bytes | memoryview
+
+FOLDER = "weights"
+# Bytes of a block, but for the last of each part of the weights.
+BLOCK_BYTES = 4 << 20
+# A patch is used if it has at most this share of the block's bytes.
+_PATCH_SHARE = 0.5
+_THREADS = 8
+
+
+class StoredWeights(msgspec.Struct, frozen=True):
+    """The list of a version: `blocks` are the digests of the weights' bytes, cut by `cut` from parts of these `sizes`, and `bases` those of
+    the blocks that a patch turns into them; '' where there is none. `layout` says what is where in them
+    (`headrace_services.refit.manifest`), and `checksums` are of its tensors."""
+
+    version: int
+    timeline: str
+    layout: dict[str, Any]
+    checksums: tuple[int, ...]
+    sizes: tuple[int, ...]
+    block_bytes: int
+    blocks: tuple[str, ...]
+    bases: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < 1 or any(size < 1 for size in self.sizes):
+            raise ValueError("every part and block has at least one byte")
+        if len(self.blocks) != sum(-(-size // self.block_bytes) for size in self.sizes):
+            raise ValueError(f"{len(self.blocks)} blocks of {self.block_bytes} bytes are not parts of {self.sizes}")
+        if len(self.bases) != len(self.blocks):
+            raise ValueError(f"{len(self.bases)} bases of {len(self.blocks)} blocks")
+
+    @property
+    def places(self) -> Iterator[Place]:
+        offset = 0
+        for size, digest, base in zip(cut(self.sizes, self.block_bytes), self.blocks, self.bases, strict=True):
+            yield Place(offset, size, digest, base)
+            offset += size
+
+    @property
+    def objects(self) -> set[str]:
+        """The names of the blocks and patches."""
+        places = list(self.places)
+        return {place.block for place in places} | {place.patch for place in places if place.base}
+
+
+class Place(NamedTuple):
+    """A block: where it is in the weights, its digest, and that of the block that its patch is for, if it has one."""
+
+    offset: int
+    size: int
+    digest: str
+    base: str
+
+    @property
+    def block(self) -> str:
+        return f"blocks/{self.digest}"
+
+    @property
+    def patch(self) -> str:
+        return f"patches/{self.digest}-{self.base}"
+
+
+def cut(sizes: Iterable[int], block_bytes: int) -> list[int]:
+    """Return the sizes of the blocks of parts of these sizes: no block reaches into two parts."""
+    return [min(block_bytes, size - begin) for size in sizes for begin in range(0, size, block_bytes)]
+
+
+def select_superseded(versions: Iterable[int], reach: int) -> list[int]:
+    """Return the versions that no replica may begin work with, once the newest of them is trained: those more than `reach` behind it."""
+    known = sorted(versions)
+    return [version for version in known if version < known[-1] - reach]
+
+
+def select_unused(objects: Collection[str], kept: Iterable[StoredWeights]) -> list[str]:
+    """Return which of the blocks and patches none of the versions to be `kept` has."""
+    return sorted(set(objects).difference(*(version.objects for version in kept)))
+
+
+def make_patch(old: Buffer, new: Buffer) -> bytes | None:
+    """Return what turns one block into another of the same size: of each item (of two bytes, as in bfloat16) whether it differs, a bit
+    each, and then the items that do. None if that is not much less than the block."""
+    before, after = _items(old), _items(new)
+    changed = before != after
+    if np.count_nonzero(changed) * after.itemsize > _PATCH_SHARE * after.nbytes - after.size / 8:
+        return None
+    return np.packbits(changed).tobytes() + after[changed].tobytes()
+
+
+def apply_patch(old: Buffer, patch: bytes) -> bytes:
+    """Undo `make_patch`. Raises `ValueError` for a patch of another block's size."""
+    items = _items(old).copy()
+    bits = -(-items.size // 8)
+    changed = np.unpackbits(np.frombuffer(patch, np.uint8, bits), count=items.size).astype(bool)
+    items[changed] = np.frombuffer(patch, items.dtype, offset=bits)
+    return items.tobytes()
+
+
+def _items(block: Buffer) -> NDArray[Any]:
+    return np.frombuffer(block, np.uint8 if len(block) % 2 else np.uint16)
+
+
+class PublishedWeights:
+    """The versions of one timeline, as its trainer sends them to `store`. Calls must not overlap."""
+
+    def __init__(self, store: RunStore, timeline: str, *, block_bytes: int = BLOCK_BYTES) -> None:
+        self._store = store
+        self._timeline = timeline
+        self._block_bytes = block_bytes
+        self._versions: dict[int, StoredWeights] = {}
+        self._sent: set[str] = set()  # blocks and patches that are in the store
+        self._newest: tuple[StoredWeights, list[memoryview]] | None = None  # with its blocks
+        self.sent_bytes = 0  # by the last `publish`
+
+    def publish(
+        self,
+        version: int,
+        layout: Mapping[str, Any],
+        checksums: Sequence[int],
+        parts: Sequence[memoryview],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Send a version, but for the blocks that are there, and then its list. Returns the list's digest. Whatever fails, no reader finds
+        a part of a version, and the next call sends only what is missing. The `parts` must stay as they are until the next version is
+        published. Raises `ServiceError`, also if `stopped`."""
+        sizes = tuple(len(part) for part in parts)
+        pieces = [
+            part[begin : begin + self._block_bytes]
+            for part in parts
+            for begin in range(0, len(part), self._block_bytes)
+        ]
+        before: list[tuple[str, memoryview | None]] = [("", None)] * len(pieces)
+        if self._newest is not None and self._newest[0].sizes == sizes:
+            before = list(zip(self._newest[0].blocks, self._newest[1], strict=True))
+        lock, claimed, self.sent_bytes = threading.Lock(), set(self._sent), 0
+
+        def write(name: str, data: bytes | memoryview) -> None:
+            with lock:
+                if name in claimed:
+                    return
+                claimed.add(name)
+            self._store.write(self._name(name), data)
+            with lock:
+                self._sent.add(name)
+                self.sent_bytes += len(data)
+
+        def send(index: int) -> tuple[str, str]:
+            if stopped():
+                raise ServiceError(f"version {version} is not sent: the trainer ends")
+            piece, (base, old) = pieces[index], before[index]
+            place = Place(0, len(piece), hashlib.sha256(piece).hexdigest(), base)
+            write(place.block, piece)
+            patch = None if old is None or base == place.digest else make_patch(old, piece)
+            if patch is None:
+                return place.digest, ""
+            write(place.patch, patch)
+            return place.digest, base
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="blocks") as threads:
+            found = run_all(threads, send, range(len(pieces)))
+        listed = StoredWeights(
+            version=version,
+            timeline=self._timeline,
+            layout=dict(layout),
+            checksums=tuple(checksums),
+            sizes=sizes,
+            block_bytes=self._block_bytes,
+            blocks=tuple(digest for digest, _ in found),
+            bases=tuple(base for _, base in found),
+        )
+        data = msgspec.json.encode(listed)
+        self._store.write(self._name(f"offers/{version}.json"), data)
+        self._versions[version], self._newest = listed, (listed, pieces)
+        return hashlib.sha256(data).hexdigest()
+
+    def clean(self, reach: int) -> None:
+        """Remove the versions that no replica may begin work with, `reach` being how far behind the newest it may be, and then the blocks
+        that no other has. Raises `ServiceError`; the next call goes on."""
+        for version in select_superseded(self._versions, reach):
+            self._store.remove([self._name(f"offers/{version}.json")])
+            del self._versions[version]
+        if unused := select_unused(self._sent, self._versions.values()):
+            self._sent.difference_update(unused)  # one whose removal fails is sent anew when it is needed
+            self._store.remove([self._name(name) for name in unused])
+
+    def remove_others(self) -> None:
+        """Remove what other timelines of this run have in the store. Raises `ServiceError`."""
+        own = f"{FOLDER}/{self._timeline}/"
+        self._store.remove([name for name in self._store.list_objects(FOLDER) if not name.startswith(own)])
+
+    def _name(self, name: str) -> str:
+        return f"{FOLDER}/{self._timeline}/{name}"
+
+
+class PulledWeights:
+    """A file with the newest weights that were fetched from `store`, or what has come of them. Calls must not overlap.
+
+    Blocks are written into the file in place, so those of an earlier version that the next one has too are not fetched again, and neither
+    is what came before an error.
+    """
+
+    def __init__(self, store: RunStore, file: Path) -> None:
+        self._store = store
+        self.file = file
+        self._cut: tuple[tuple[int, ...], int] | None = None  # how the weights in the file are cut
+        self._held: dict[int, str] = {}  # by offset the digest of each block that is in the file
+        self.fetched_bytes = 0  # by the last `fetch`
+
+    def read_list(self, timeline: str, version: int, digest: str) -> StoredWeights:
+        """Return the list of a version whose digest the buffer knows. Raises `ServiceError` if there is none, and `CodecError` if it is
+        another."""
+        name = f"{FOLDER}/{timeline}/offers/{version}.json"
+        try:
+            data = self._store.read(name)
+        except FileNotFoundError as error:
+            raise ServiceError(
+                f"{self._store.url}/{name} is not there: version {version} was superseded, or another store is meant"
+            ) from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise CodecError(f"{self._store.url}/{name} is not the list that the trainer has offered")
+        try:
+            listed = msgspec.json.decode(data, type=StoredWeights)
+        except msgspec.ValidationError as error:
+            raise CodecError(
+                f"{self._store.url}/{name}: {error}; trainer and replica are of different builds"
+            ) from error
+        if (listed.timeline, listed.version) != (timeline, version):
+            raise CodecError(f"{self._store.url}/{name} is of version {listed.version}, timeline {listed.timeline}")
+        return listed
+
+    def fetch(self, listed: StoredWeights, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Make the file that of this version: fetch the blocks that it lacks. Raises `ServiceError` if one can't be had, also if `stopped`,
+        `CodecError` for one with other bytes, and `OSError` for the file. What had come by then stays."""
+        timeline, self.fetched_bytes = listed.timeline, 0
+        if (now := (listed.sizes, listed.block_bytes)) != self._cut:
+            self._cut, self._held = now, {}
+        missing = [place for place in listed.places if self._held.get(place.offset) != place.digest]
+        lock = threading.Lock()
+
+        def read(name: str) -> bytes:
+            data = self._store.read(f"{FOLDER}/{timeline}/{name}")
+            with lock:
+                self.fetched_bytes += len(data)
+            return data
+
+        def read_patched(place: Place) -> bytes | None:
+            """The block, from the one that is in the file; None if there is no patch for that, or no sound one."""
+            if not place.base or self._held.get(place.offset) != place.base:
+                return None
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                data = apply_patch(os.pread(target, place.size, place.offset), read(place.patch))
+                if hashlib.sha256(data).hexdigest() == place.digest:
+                    return data
+            return None
+
+        def read_whole(place: Place) -> bytes:
+            name = f"{self._store.url}/{FOLDER}/{timeline}/{place.block}"
+            try:
+                data = read(place.block)
+            except FileNotFoundError as error:
+                raise ServiceError(
+                    f"{name} is missing: version {listed.version} was superseded meanwhile, or a rule of the bucket removes objects"
+                ) from error
+            if len(data) != place.size or hashlib.sha256(data).hexdigest() != place.digest:
+                raise CodecError(f"{name} is not what the trainer has sent: its SHA-256 is another")
+            return data
+
+        def fetch(place: Place) -> None:
+            if stopped():
+                raise ServiceError(
+                    f"version {listed.version} is not fetched: the replica ends, or there is a newer one"
+                )
+            data = read_patched(place) or read_whole(place)
+            with lock:
+                self._held.pop(place.offset, None)
+            if (written := os.pwrite(target, data, place.offset)) != place.size:
+                raise OSError(f"{self.file}: only {written} of {place.size} bytes were written; the disk is full")
+            with lock:
+                self._held[place.offset] = place.digest
+
+        target = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(target, sum(listed.sizes))
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="blocks") as threads:
+                run_all(threads, fetch, missing)
+        finally:
+            os.close(target)
