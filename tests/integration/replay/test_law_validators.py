@@ -96,6 +96,7 @@ async def test_law_6_validators_lease_the_validation_and_others_the_training(
     await push_all(replay, held[0])  # it finishes what it has
     assert await leased(replay, first) == ["v0-0", "v0-1"]
     assert await leased(replay, first) == []  # there is room for three training groups
+    assert (await replay.stats())["line"] == 1, "and it takes no place in line for any"
     assert await leased(replay, second) == ["e0-train-1", "e0-train-2", "e0-train-3"]
 
 
@@ -116,6 +117,7 @@ async def test_law_6_another_validator_goes_on_with_what_a_dead_one_held(
     (lease, _) = await replay.lease(first, ALL)
     await replay.save(lease, make_trajectory(lease, 0, length=2))
     await replay.deregister(first, died=True)
+    assert (await replay.stats())["suspects"] == 2
     assert [await leased(replay, replica) for replica in (second, third)] == [
         [f"e0-train-{order}" for order in range(4)],
         [],
@@ -150,6 +152,19 @@ async def test_law_4_only_those_that_hold_the_version_are_named_and_a_late_call_
     )
     await replay._connection.pipeline([late])
     assert not (await states(replay))[first][2]
+
+
+async def test_law_2_a_replica_that_pulls_never_validates_beside_training(
+    replay: ReplayClient, fleet: list[str]
+) -> None:
+    """It takes newer weights by itself."""
+    timeline = (await replay.state()).timeline
+    await replay.register_puller("puller", {})
+    await replay.offer("offer", 0, timeline, {}, [0.0], 1e-3, 1e-3)
+    assert (await replay.verify("puller", "offer", [0.0])).verified
+    await validate(replay, 0, ["puller", fleet[0]])
+    assert [name for name, (_, _, validates) in (await states(replay)).items() if validates] == [fleet[0]]
+    assert await leased(replay, fleet[0]) == ["v0-0", "v0-1"]
 
 
 @pytest.mark.parametrize("how", ["dropped", "the next", "rewound"])

@@ -356,6 +356,8 @@ def test_some_replicas_validate_and_one_at_least_goes_on_training() -> None:
     assert choose_validators(fleet, (), 9, 4, "now") == ["idle", "less busy"]
     assert choose_validators(fleet, (), 1, 3, "now") == []
     assert choose_validators(fleet, (), 1, 4, "before") == []
+    pulls = [msgspec.structs.replace(each, pulls=True) for each in fleet]
+    assert choose_validators([*fleet[:1], *pulls[1:]], (), 1, 4, "now") == []  # they take newer weights by themselves
     # of two that were chosen one is gone
     assert choose_validators(fleet, {"idle", "gone"}, 2, 4, "now") == ["less busy"]
     assert choose_validators(fleet, {"idle", "less busy"}, 2, 4, "now") == []
