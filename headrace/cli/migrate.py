@@ -65,6 +65,7 @@ def _write(draft: Draft, source: str, out: Path | None) -> None:
     if problem := draft.problem():
         draft.add(f"what makes it a configuration: {problem}")
     text = draft.text(" ".join(source.split())[:100])
+    files: dict[Path, str] = {}
     if out is None:
         for name in draft.files:
             draft.add(f"{name}, which has what the run needs of the script; --out writes it beside the configuration")
@@ -82,6 +83,9 @@ def _write(draft: Draft, source: str, out: Path | None) -> None:
     for title, notes in (("no counterpart", draft.missing), ("to add", draft.to_add)):
         for note in notes:
             typer.echo(printable(f"{title}: {note}"), err=True)
+    if out is not None:
+        written = ", ".join(str(path) for path in files)
+        typer.echo(f"{written}; what is still missing: headrace config check {out}", err=True)
 
 
 def _create(path: Path, content: str) -> None:

@@ -95,7 +95,8 @@ def choose_step(files: SampleFiles, kind: Kind, step: int | None) -> int:
     if kind == "train" and kept and step is not None and 0 <= step < max(kept):
         there = files.say_removed(kind)
     else:
-        there = f"it has those of {', '.join(map(str, sorted(kept)))}" if kept else "none have been written"
+        there = ", ".join(map(str, sorted(kept)))
+        there = f"it has those of {there}" if kept else "none were written so far, or they were not copied with the run"
         there += f" (logger.keep_step_data {files.keep})"
     raise HeadraceError(
         f"no samples of {'a ' if step is None else ''}{what}{'' if step is None else f' {step}'} in {files.folder}: {there}"

@@ -24,15 +24,13 @@ NOT_FOR_ENVIRONMENTS = {
     "omegaconf",
     "yaml",
 }
-SDK = {
-    "headrace",
-    "headrace.base",
+ERRORS = {"headrace", "headrace.base", "headrace.base.errors"}
+SDK = ERRORS | {
     "headrace.env",
     "headrace.records",
     "headrace.records.codec",
     "headrace.env.environment",
     "headrace.env.episode",
-    "headrace.base.errors",
     "headrace.env.source_build",
     "headrace.records.score",
     "headrace.records.trajectory",
@@ -76,8 +74,23 @@ def test_what_commands_draw_with_loads_no_torch(module: str) -> None:
     }
 
 
-def test_importing_headrace_loads_the_environment_sdk_alone() -> None:
+def test_importing_headrace_loads_the_errors_alone() -> None:
     loaded = modules_after("import headrace")
+    assert {module for module in loaded if module.startswith("headrace")} == ERRORS
+    assert "numpy" not in loaded
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["headrace.base.parent", "headrace_services.reward.code_worker", "headrace_services.reward.judge.template"],
+)
+def test_what_is_started_again_and_again_loads_next_to_nothing(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    assert not top_level(loaded) & {"asyncio", "numpy", "pydantic"}
+
+
+def test_an_environment_loads_the_sdk_alone() -> None:
+    loaded = modules_after("from headrace import Environment")
     assert {module for module in loaded if module.startswith("headrace")} <= SDK
     assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
 

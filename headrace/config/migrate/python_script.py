@@ -220,6 +220,8 @@ def _lacking(copy: Copy) -> Iterator[str]:
         if package and importlib.util.find_spec(package) is None:
             how = ": pip install --no-deps trl" if package == "trl" else ""
             yield f"the package {package} must be installed here{how}"
+    if _reads_command(copy):
+        yield "values in place of those that it reads from a command line, which a reward has not"
     if "math_verify" in (package for package, _ in copy.imported) and "_timeout" not in copy.text:
         yield "parsing_timeout=None for math_verify's parse, and timeout_seconds=None for verify: a reward runs in a thread"
 

@@ -38,4 +38,6 @@ def test_samples_that_no_bound_removed_are_said_to_be_elsewhere(tmp_path: Path) 
 
 
 def test_a_run_without_samples_lost_none_to_a_bound(tmp_path: Path) -> None:
-    assert "removed" not in said("status", "--run", past_run(tmp_path, "adder", 4))
+    run = past_run(tmp_path, "adder", 4)
+    assert "removed" not in said("status", "--run", run)
+    assert "not copied with the run" in " ".join(refused("samples", run).split())

@@ -156,18 +156,33 @@ def test_rewards_are_weighed_and_told_where_they_must_be(tmp_path: Path) -> None
     text = text.replace("think_format_reward\n", "get_cosine_scaled_reward, think_format_reward\nimport functools\n", 1)
     draft = of_trl(tmp_path, "reward_weights=[1.0, 0.5, 2, 0.1, 1, 1]", text)
     env = draft.values()["env"]
-    parts = {"think_format_reward": 1.0, "short": 1.0, "judge": 2.0, "make": 0.1, "get_cosine_scaled_reward": 1.0}
+    parts = {
+        "think_format_reward": 1.0,
+        "short": 0.5,
+        "judge": 2.0,
+        "make": 0.1,
+        "short_5": 1.0,
+        "get_cosine_scaled_reward": 1.0,
+    }
     assert env["reward"] == {"type": "combine", "parts": parts}
     assert env["judge"] == {"type": "reward_model", "model_name": "org/judge"}
     assert env["make"] == {"target": "train_rewards.py:make_reward"}
     copied = draft.files["train_rewards.py"]
     assert "from trl.rewards import get_cosine_scaled_reward\n" in copied
     assert "make_reward = make(3)\n" in copied
-    assert "short_reward = functools.partial(short, by=2)\n" in copied
+    assert "short_5_reward = functools.partial(short, by=2)\n" in copied
     assert draft.problem() is None
     told = "\n".join(draft.to_add)
     assert "train_rewards.py: make, which it uses" in told
     assert "train_rewards.py: the package trl must be installed here: pip install --no-deps trl" in told
+
+
+def test_a_reward_that_reads_a_command_line_is_told(tmp_path: Path) -> None:
+    text = TRAINS.replace("def short", "limits = TrlParser().parse_args()\n\ndef short").replace(
+        "-len(", "limits.n - len("
+    )
+    told = of_trl(tmp_path, text=text.replace("GRPOTrainer\n", "GRPOTrainer, TrlParser\n")).to_add
+    assert any(each.startswith("train_rewards.py: values in place") for each in told)
 
 
 def test_rewards_without_a_name_of_their_own_get_one(tmp_path: Path) -> None:
@@ -690,6 +705,7 @@ def test_the_command_writes_a_file_that_loads_and_says_the_rest(tmp_path: Path) 
     done = CliRunner().invoke(app, argv)
     assert done.exit_code == 0, done.output
     assert "no counterpart: actor_rollout_ref.actor.entropy_coeff 0.01" in done.output
+    assert done.output.endswith(f"headrace config check {tmp_path / 'run.yaml'}\n")
     config = load(tmp_path / "run.yaml", [], {})
     assert config.algorithm.num_prompts_per_step == 512
     again = CliRunner().invoke(app, argv)
