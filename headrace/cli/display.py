@@ -18,7 +18,7 @@ from headrace.base.repeats import Repeats
 from headrace.cli.common import cell, plain_table, say
 from headrace.launch.summary import NOT_STARTED, UPDATING, RunSummary, Wait
 from headrace.run.findings import long_wait
-from headrace.run.headlines import accuracy_name, alarms, seconds_left
+from headrace.run.headlines import accuracy_name, alarms, incomplete, seconds_left
 
 SHOWN_STEPS = 10
 # A step's metric: prompts that failed since the previous step.
@@ -76,8 +76,9 @@ class LineDisplay:
 
     def metrics(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         if kind == "validation":
+            lacks = f", {lacks}" if (lacks := incomplete(metrics)) else ""
             self.print(
-                f"step {step}: validation {accuracy_name(metrics)} {_number(metrics, 'accuracy', '.3f')}{_failed(metrics, 'failed')}"
+                f"step {step}: validation {accuracy_name(metrics)} {_number(metrics, 'accuracy', '.3f')}{_failed(metrics, 'failed')}{lacks}"
             )
         else:
             self.print(

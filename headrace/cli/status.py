@@ -24,7 +24,7 @@ from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, Run
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 from headrace.run import findings, history, now
 from headrace.run.checkpoints import find_published, list_set_aside
-from headrace.run.headlines import accuracy_name, alarms
+from headrace.run.headlines import accuracy_name, alarms, incomplete
 from headrace.run.history import RunHistory
 from headrace.run.journal import Line
 from headrace.run.now import Now
@@ -185,6 +185,9 @@ def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, s
 def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
     """Return lines about the newest step and validation, and alarms. `logs` is the folder of an alarm's picture."""
     lines = []
+    validation = next(((step, metrics) for _, of, step, metrics in newest if of == "validation"), None)
+    if validation is not None and (lacks := incomplete(validation[1])):
+        lines.append(("validation", f"step {validation[0]}: {lacks}"))
     for kind, name in (("train", "reward"), ("validation", "accuracy")):
         found = next(((step, metrics) for _, of, step, metrics in newest if of == kind and name in metrics), None)
         if found is None:
@@ -240,7 +243,8 @@ def show(
         version = "none" if replica.version < 0 else str(replica.version)
         seen = f"{replica.seen_s_ago:.0f} s ago"
         error = "" if replica.logprob_error is None else f"{replica.logprob_error:.4g}"
-        row = (replica.id, replica.state, version, str(replica.leases), error, seen, _address(replica))
+        life = f"{replica.state}, validates" if replica.validates else replica.state
+        row = (replica.id, life, version, str(replica.leases), error, seen, _address(replica))
         table.add_row(*map(cell, row))
     console.print(table if replicas else "no replica has joined")
     if runners:

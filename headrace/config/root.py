@@ -211,7 +211,13 @@ class Config(Section):
             f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
             for key in self.algorithm.reward_shaping.ignored
         ]
-        return [*(cut_off if new >= context else []), *slow, *self._fp8_warnings, *ignored]
+        validators, replicas = self.trainer.validation_replicas, self.rollout.replicas
+        too_few = [
+            f"trainer.validation_replicas {validators} with rollout.replicas {replicas}: one replica always goes on training, so that "
+            f"{'all validate, and refits wait' if replicas == 1 else f'{replicas - 1} validate'} unless others join; raise rollout.replicas"
+        ]
+        few = too_few if validators >= replicas else []
+        return [*(cut_off if new >= context else []), *slow, *self._fp8_warnings, *ignored, *few]
 
     @property
     def unused_environments(self) -> list[str]:
@@ -374,6 +380,11 @@ def _check_episodes(config: Config) -> None:
     if not episodes:
         return
     agents, replay, algorithm = config.agents, config.replay, config.algorithm
+    if config.trainer.validation_replicas:
+        raise ValueError(
+            f"trainer.validation_replicas {config.trainer.validation_replicas} with an environment that has episodes "
+            f"({', '.join(sorted(episodes))}): any replica answers their calls, so that none can measure one version alone; set it to 0"
+        )
     started = algorithm.num_generations_per_prompt + replay.redundant_generations
     validated = algorithm.val_num_generations_per_prompt
     if agents.slots < started:

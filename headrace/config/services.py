@@ -233,7 +233,16 @@ class TrainerConfig(Section):
         300.0, gt=0, description="seconds without a verified replica after which the run ends with that reason"
     )
     validation_deadline_s: float = Field(
-        300.0, gt=0, description="seconds for which a refit waits for a running validation"
+        300.0,
+        gt=0,
+        description="seconds for which a refit, or the end of the run, waits for a running validation; none waits for one that runs beside "
+        "training (validation_replicas), but the end of the run",
+    )
+    validation_replicas: int = Field(
+        0,
+        ge=0,
+        description="replicas that validate beside training: they keep the version to be measured until all of its held-out prompts are "
+        "evaluated, and the others go on to the next ones (at least one does). 0: all replicas validate, and the next refit waits",
     )
     collective_timeout_s: float = Field(
         1800.0,

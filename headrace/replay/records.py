@@ -107,7 +107,7 @@ class RunState(msgspec.Struct, frozen=True):
     `enqueued` are missing (neither trained nor held) until the trainer has enqueued them again and called `refilled`. `wanted`: the number
     of prompts that the trainer must enqueue again because their failed groups are retried. `timelines`: those that the weights descend
     from, each with the version it began at, oldest first. `episodes`: the number of groups that wait for a runner to lease them;
-    `alive_runners`: the number of live runners.
+    `alive_runners`: the number of live runners. `validation`: the version whose validation groups it holds, -1 if none.
     """
 
     run_id: str
@@ -123,6 +123,7 @@ class RunState(msgspec.Struct, frozen=True):
     timelines: tuple[tuple[str, int], ...] = ()
     episodes: int = 0
     alive_runners: int = 0
+    validation: int = -1
 
     def find_timeline(self, version: int) -> str | None:
         """Return the timeline on which the weights of `version` > 0 were made; None if the buffer does not know it."""
@@ -196,7 +197,7 @@ class Epoch(msgspec.Struct, frozen=True):
 class Replica(msgspec.Struct, frozen=True):
     """A registered rollout replica. `version` is the verified one, -1 if none; `reason` is why it is quarantined; `logprob_error` is the
     mean of exp(|rollout - old|) over its tokens in the newest step that trained on any. One that `pulls` takes its weights from the store,
-    and is in no epoch."""
+    and is in no epoch. One that `validates` beside training keeps its version, and generates for the validation alone."""
 
     id: str
     state: ReplicaState
@@ -208,6 +209,7 @@ class Replica(msgspec.Struct, frozen=True):
     reason: str = ""
     logprob_error: float | None = None
     pulls: bool = False
+    validates: bool = False
 
     @property
     def takes_part(self) -> bool:

@@ -209,10 +209,13 @@ class TrainerClient(BufferClient):
                 failed[group_id] = reply["reason"]
         return done, failed, [id_ for id_, reply in zip(ids, replies, strict=True) if reply["state"] == "unknown"]
 
-    async def drop_validation(self, timeline: str, before: int) -> None:
+    async def drop_validation(self, timeline: str, before: int, validators: Sequence[str] = ()) -> None:
         """Delete every group of validations of versions < `before`, leased or not, with its payloads. The buffer accepts no more of
-        them."""
-        await self._until_done("drop_validation", timeline=timeline, before=before)
+        them. The `validators` alone lease the groups of version `before` that are enqueued after this, and keep their weights until all are
+        evaluated; of those named, the ones that hold that version."""
+        await self._until_done(
+            "drop_validation", **self._number(), timeline=timeline, before=before, validators=list(validators)
+        )
 
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
 

@@ -154,11 +154,13 @@ def _times(steps: Sequence[Metrics], config: Config, now: Now | None) -> Iterato
     period = (
         f"{algorithm.name}.val_period={2 * algorithm.val_period}" if algorithm.val_period else "validate less often"
     )
+    can_be_beside = config.rollout.replicas > 1 and not config.has_episodes and not config.trainer.validation_replicas
+    beside = "trainer.validation_replicas=1, so that the other replicas go on, " if can_be_beside else ""
     yield from _loss(
         times,
         "validation",
         "validations held up training",
-        f"{period}, or fewer held-out prompts ({algorithm.name}.max_val_samples)",
+        f"{beside}{period}, or fewer held-out prompts ({algorithm.name}.max_val_samples)",
     )
     in_flight = asynchrony.enabled and asynchrony.in_flight_weight_updates
     yield from _loss(

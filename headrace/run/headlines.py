@@ -18,6 +18,12 @@ def accuracy_name(metrics: Mapping[str, float]) -> str:
     return "mean reward" if metrics.get("partial_credit") else "accuracy"
 
 
+def incomplete(metrics: Mapping[str, float]) -> str:
+    """Return what a validation lacks, as the end of a sentence; empty for one that is complete."""
+    pending = metrics.get("pending", 0.0)
+    return f"given up with {pending:.0f} prompts that have no result" if pending else ""
+
+
 def alarms(step: int, metrics: Mapping[str, float], only: Collection[str] = ALARMS) -> list[str]:
     """Return the alarms of a training step, one sentence each; `only` those of these names."""
     found = {}

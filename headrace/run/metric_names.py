@@ -266,7 +266,7 @@ METRIC_SECTIONS = (
         Metric("mean_length", "tokens", "mean length of a completion"),
         Metric("evaluated", "prompts", "prompts with a result"),
         Metric("failed", "prompts", "prompts that ended without a reward; they enter no mean", "0"),
-        Metric("pending", "prompts", "prompts without a result when the validation was abandoned", "0"),
+        Metric("pending", "prompts", "prompts without a result: the validation was given up, lost with its trainer, or skipped", "0"),
         Metric("version_min", "version", "version of the oldest weights that wrote a token"),
         Metric("version_max", "version", "version of the newest"),
     )),

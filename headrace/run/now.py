@@ -17,8 +17,8 @@ NOW = "now.json"  # in the run's folder
 
 
 class ReplicaNow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A rollout replica. `holding` counts the groups that it generates. `reason` is why it is quarantined, and `logprob_error` how far its
-    log-probabilities are from the trainer's.
+    """A rollout replica. `holding` counts the groups that it generates. `reason` is why it is quarantined, or leases no training groups.
+    `logprob_error` is how far its log-probabilities are from the trainer's.
 
     The others are what its own page says. `queue`: the sequences in its engine or before it; of these the engine computes `running`, and
     has no room for `waiting`. `kv_use`: the share of the KV cache that running sequences hold. In the last seconds: `tokens_per_s` that it

@@ -100,7 +100,7 @@ class Episodes(Fleet):
         ]
         if versions:
             free = {"train": slots, "validation": validation_slots}
-            self.lease_to(Taker(name, member, min(versions), 256, free, episodes=True), seen)
+            self.lease_to(Taker(name, member, min(versions), 256, free, "episodes"), seen)
         else:
             assert not seen, "leased without a replica that could answer"
             member.answer, member.together = seen, len(self.held_by(name))

@@ -26,7 +26,7 @@ class Taker:
     version: int
     most: int
     slots: dict[str, float] = dataclasses.field(default_factory=lambda: {"train": math.inf, "validation": math.inf})
-    episodes: bool = False
+    kind: str | None = None
     left: list[Lease] = dataclasses.field(default_factory=list)
 
     def fits(self, held: Held, count: int) -> bool:
@@ -53,6 +53,15 @@ class Fleet(Scoring):
         """Whether anyone waits for it."""
         member = self.members.get(replica)
         return member is not None and not (member.dead or member.quarantined or member.loading)
+
+    def validates(self, replica: str) -> bool:
+        """Whether it keeps its weights, and leases the groups of the validation alone: it was named, and some group is not evaluated."""
+        return replica in self.validators and self.is_validating
+
+    @property
+    def is_validating(self) -> bool:
+        lane = [held for held in self.groups.values() if held.lane == "validation"]
+        return any(held.state in ("queued", "open", "scoring") for held in lane)
 
     def state_of(self, replica: str) -> str:
         member = self.members.get(replica)
@@ -173,6 +182,10 @@ class Fleet(Scoring):
         member = self.members[replica]
         return self.takes_part(replica) and (member.version, member.timeline) == (epoch.version, epoch.timeline)
 
+    def keeps(self, replica: str, epoch: Announced) -> bool:
+        """Whether it has the epoch's weights, or pulls its own, or validates others."""
+        return self.holds(replica, epoch) or self.members[replica].pulls or self.validates(replica)
+
     def open_epoch(self, epoch: str, version: int, timeline: str, rendezvous: object, seen: object) -> object:
         self.expire()
         self.require_timeline(timeline)
@@ -181,8 +194,7 @@ class Fleet(Scoring):
                 self.refuse(Fenced)
             self.epochs.add(epoch)
             self.epoch_now = Announced(epoch, version, timeline, "announced", {})
-            there = [id_ for id_, member in self.members.items() if self.takes_part(id_) and not member.pulls]
-            asked = [id_ for id_ in there if not self.holds(id_, self.epoch_now)]
+            asked = [id_ for id_ in self.members if self.takes_part(id_) and not self.keeps(id_, self.epoch_now)]
             self.epoch_now.did = dict.fromkeys(asked, "asked")
         return self._view()
 
@@ -201,7 +213,7 @@ class Fleet(Scoring):
             newest.state, newest.logprobs, newest.tolerance = "transfer", logprobs, tolerance
             newest.did = {m: "left out" if did == "asked" else did for m, did in newest.did.items()}
             for id_, member in self.members.items():
-                if not member.pulls and not self.holds(id_, newest):
+                if not self.keeps(id_, newest):
                     member.timeline = ""
         return self._view()
 
@@ -293,11 +305,11 @@ class Fleet(Scoring):
         prompts = self.limits.prompts_per_step
         return (version + self.reach + 1) * prompts - prompts * self.next_step - len(self.in_flight())
 
-    def _room_for_probe(self, episodes: bool) -> int:
+    def _room_for_probe(self, kind: str | None) -> int:
         """Train groups up to the one that is to be a broken environment's probe, which admission must not keep out."""
         for place, held in enumerate(self.queue("train"), 1):
             if self.environment(held.group.env_name).broken is not None:
-                return place if held.episodes == episodes and self.may_generate(held.group.env_name) else 0
+                return place if held.kind == kind and self.may_generate(held.group.env_name) else 0
         return 0
 
     def started(self, held: Held) -> int:
@@ -320,15 +332,17 @@ class Fleet(Scoring):
         if member is None or not self.healthy(replica):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
-        self.lease_to(Taker(replica, member, member.version, most), seen)
+        kind = "validators" if self.validates(replica) else None
+        self.lease_to(Taker(replica, member, member.version, most, kind=kind), seen)
         return seen
 
     def lease_to(self, taker: Taker, seen: list[Lease]) -> None:
         taker.member.answer, taker.left = seen, list(seen)
         asked = taker.most
         is_apart = self._lease(taker)
-        has_room = not taker.member.pulls or self.room(taker.version) > 0
-        taker.member.waits = not taker.episodes and not is_apart and len(seen) < asked and has_room
+        if not taker.kind:
+            has_room = not taker.member.pulls or self.room(taker.version) > 0
+            taker.member.waits = not is_apart and len(seen) < asked and has_room
         assert not taker.left, f"{taker.holder} was given {_ids(taker.left)} against admission, memory, slots or order"
         taker.member.together = len(self.held_by(taker.holder))
 
@@ -341,15 +355,15 @@ class Fleet(Scoring):
             return taker.most
         mine = len(self.held_by(taker.holder))
         held = mine + sum(len(self.held_by(id)) for id in waiting)
-        groups = [each for each in self.groups.values() if not each.episodes]
+        groups = [each for each in self.groups.values() if not each.kind]
         there = sum(each.orphaned or each.passed for each in groups)
-        there += sum(not each.episodes for each in self.queue("validation"))
+        there += sum(not each.kind for each in self.queue("validation"))
         there += min(0 if self.refill else max(0, self.room(taker.version)), len(self.queue("train")))
         return min(taker.most, max(0, math.ceil((max(there, 1) + held) / (len(waiting) + 1)) - mine))
 
     def _lease(self, taker: Taker) -> bool:
         """Returns whether the taker is set apart for suspects."""
-        mine = [held for held in self.groups.values() if held.episodes == taker.episodes]
+        mine = [held for held in self.groups.values() if held.kind == taker.kind]
         suspects = sorted((held for held in mine if held.cohort is not None), key=_ticket)
         if suspects and not self.may_write(taker, suspects[0]):
             suspects = []
@@ -362,17 +376,19 @@ class Fleet(Scoring):
         if taker.member.cohort:
             self._lease_cohort(suspects, taker)
             return True
-        if not taker.episodes:
+        if not taker.kind:
             taker.most = self._share(taker)
         for held in sorted((held for held in mine if held.orphaned), key=_ticket):
             if self.may_write(taker, held) and taker.fits(held, len(self.missing(held))):
                 self._hand_on(held, taker)
         for held in self.queue("validation"):
-            if held.episodes == taker.episodes and not self._begin(held, taker):
+            if held.kind == taker.kind and not self._begin(held, taker):
                 break
+        if taker.kind == "validators":
+            return False
         if not self.refill and self._lease_passed(taker, sorted((h for h in mine if h.passed), key=_ticket)):
             room = self.room(taker.version)
-            self._lease_queue(taker, room if room > 0 else self._room_for_probe(taker.episodes))
+            self._lease_queue(taker, room if room > 0 else self._room_for_probe(taker.kind))
         return False
 
     def may_write(self, taker: Taker, held: Held) -> bool:
@@ -396,7 +412,7 @@ class Fleet(Scoring):
         for held in self.queue("train")[:room]:
             if not taker.most:
                 return
-            if held.episodes == taker.episodes:
+            if held.kind == taker.kind:
                 if not self._begin(held, taker):
                     return
             elif self.environment(held.group.env_name).broken is not None or not self.fits(held):
@@ -442,10 +458,10 @@ class Fleet(Scoring):
         """Whether the taker, which holds groups, gets no more until it has none: the lowest ticket is a suspect, and no other drains."""
         if first.lane == "train" and self.line()[0] is not first:
             return False
-        other = self.draining[taker.episodes]
+        other = self.draining[taker.kind]
         if other != taker.holder and (self.healthy(other) or self.is_alive(other)):
             return False
-        self.draining[taker.episodes] = taker.holder
+        self.draining[taker.kind] = taker.holder
         return True
 
     def is_alive(self, holder: str) -> bool:
@@ -464,7 +480,7 @@ class Fleet(Scoring):
             chosen += 1
         assert not taker.left, "another cohort of suspects"
         if chosen:
-            self.draining[taker.episodes] = ""
+            self.draining[taker.kind] = ""
 
     def _grant(self, held: Held, taker: Taker) -> None:
         lease = taker.next(held)

@@ -263,7 +263,7 @@ class Model(Episodes):
                 else:
                     self.requeue(held, "rewind", counted=False)
         self.void_scoring()
-        self.validation = 0
+        self.validation, self.validators = 0, set()
         self.epochs = set()
         self.offers = {}
         if self.epoch_now:
@@ -310,6 +310,7 @@ class Model(Episodes):
             tuple(self.timelines),
             self.waiting_episodes(),
             sum(not runner.dead for runner in self.runners.values()),
+            self.validation if any(held.lane == "validation" for held in self.groups.values()) else -1,
         )
 
     # -- validation
@@ -322,10 +323,23 @@ class Model(Episodes):
         failed = {group.id for group in held if group.state == "failed"}
         return [(group.id, _described(group)) for group in done], failed, [group for group in ids if group not in lane]
 
-    def drop_validation(self, timeline: str, before: int, seen: object) -> None:
+    def drop_validation(self, timeline: str, before: int, validators: Sequence[str] = (), *, seen: object) -> None:
+        self.drop_validation_again(0, timeline, before, seen=seen)
+        if before == self.validation:
+            holding = [id_ for id_ in validators if self.healthy(id_) and self.members[id_].version == before]
+            holding = [id_ for id_ in holding if not self.members[id_].pulls]
+            self.validators |= {*holding}
+            for id_ in holding:
+                self.members[id_].waits = False
+
+    def drop_validation_again(
+        self, number: int, timeline: str, before: int, validators: Sequence[str] = (), *, seen: object
+    ) -> None:
+        """It names no validators."""
         self.expire()
         self.require_timeline(timeline)
-        self.validation = max(self.validation, before)
+        if before > self.validation:
+            self.validation, self.validators = before, set()
         for held in list(self.groups.values()):
             if held.lane == "validation" and held.validation < before:
                 self._drop(held)

@@ -138,6 +138,42 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         self.slow = set()
 
     @rule(
+        steps=st.integers(1, 3),
+        prompts=st.integers(1, 3),
+        most=st.integers(1, 4),
+        waited=st.booleans(),
+        then=st.sampled_from(["evaluated", "evaluated", "given back", "died", "died", "dropped"]),
+    )
+    def a_replica_validates_beside_training(self, steps: int, prompts: int, most: int, waited: bool, then: str) -> None:
+        """It keeps the version, and the others train on. `waited`: it got less than it asked for before. `then`: what becomes of what it
+        holds."""
+        version = self.model.next_step
+        if self.model.validation > version:
+            return
+        self.refit([0, 1])
+        if waited:
+            self.leases += self.call("lease", self.replica(0), 16) or []
+            self.leases += self.call("lease", self.replica(1), 16) or []
+        self.call("drop_validation", self.model.timeline, version, [self.replica(1)])
+        self.enqueue_validation(prompts, True, 0, 0, "once")
+        self.leases += (leases := self.call("lease", self.replica(1), most) or [])
+        self.slow = {lease.token for lease in leases}
+        self.some_steps(steps, False)
+        self.leases += self.call("lease", self.replica(2), 2) or []
+        self.slow = set()
+        if then == "given back":
+            for lease in leases:
+                self.call("release", lease, "leaving", False)
+        if then == "died":
+            self.call("deregister", self.replica(1), True)
+            self.call("drop_validation", self.model.timeline, version, [self.replica(0), self.replica(2)])
+        if then == "dropped":
+            self.call("drop_validation", self.model.timeline, version + 1)
+        self.leases += self.call("lease", self.replica(1), 4) or []
+        self.finish_everything(True)
+        self.leases += self.call("lease", self.replica(1), 4) or []
+
+    @rule(
         groups=st.integers(1, 4),
         calls=st.integers(0, 2),
         endings=endings,
@@ -295,6 +331,8 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         if model.wanted:
             self.supply("once")
         self.call("close", model.timeline)
+        if model.validators or any(held.kind == "validators" for held in model.groups.values()):
+            self.call("drop_validation", model.timeline, 10**6)  # the only replica that is left trains
         for _ in range(400):
             self.refit([0])
             self.finish_everything(True)

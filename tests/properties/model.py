@@ -80,12 +80,13 @@ class Core:
         self.members: dict[str, Member] = {}
         self.runners: dict[str, Member] = {}  # by the name that groups have for their runner
         self.environments: dict[str, EnvironmentModel] = {}  # those that groups were enqueued for
-        # the replica, and the runner, that get no more groups until they can have suspects
-        self.draining = {False: "", True: ""}
+        # by the kind of groups: who gets no more of them until it can have suspects
+        self.draining: dict[str | None, str] = collections.defaultdict(str)
         self.epoch_now: Announced | None = None
         self.epochs: set[str] = set()  # of this timeline
         self.offers: dict[str, Offered] = {}  # likewise, while work may begin under their versions
         self.validation = 0  # groups of older ones are dropped, and come no more
+        self.validators: set[str] = set()  # replicas that were named for it
 
     # -- what people see
 
@@ -395,7 +396,10 @@ class Core:
             episodes = settings is not None and settings.episodes
             if episodes:  # its calls, and then its record
                 worst = 2 * self.limits.max_episode_bytes
-            self.groups[group.id] = Held(group, worst, validation if group.lane == "validation" else 0, episodes)
+            kind = "episodes" if episodes else None
+            if group.lane == "validation" and self.validators:
+                kind = kind or "validators"
+            self.groups[group.id] = Held(group, worst, validation if group.lane == "validation" else 0, kind)
             self.environments.setdefault(group.env_name, EnvironmentModel())
             if group.lane == "train":
                 self.enqueued = max(self.enqueued, group.order)

@@ -58,7 +58,8 @@ class Held:
     group: Group
     worst: int  # bytes that one of its trajectories may take
     validation: int = 0  # the version that it evaluates
-    episodes: bool = False  # runners lease it
+    # who leases it: `episodes` runners, `validators` the replicas that validate; None: any replica
+    kind: str | None = None
     passed: bool = (
         False  # queued, but with its place in line and its bytes: groups of the other kind behind it were leased
     )
@@ -103,6 +104,10 @@ class Held:
     @property
     def lane(self) -> str:
         return self.group.lane
+
+    @property
+    def episodes(self) -> bool:
+        return self.kind == "episodes"
 
     @property
     def orphaned(self) -> bool:

@@ -8,7 +8,7 @@ from hypothesis.stateful import precondition, rule
 from headrace.records.trajectory import Group
 from headrace.replay import Ended, Reservation
 from headrace.replay.base_client import WRITTEN
-from tests.properties.caller import Caller, deliveries, lateness, promptly
+from tests.properties.caller import REPLICAS, Caller, deliveries, lateness, promptly
 from tests.support.buffer import make_group
 
 
@@ -113,7 +113,8 @@ class TrainerRules(Caller):
         """The trainer finds that some groups of its newest batch break a law. `stale`: it names another attempt."""
         step = self.model.next_step - 1 + off
         batch = self.model.of_step(step, "reserved", "trained")
-        if step < 0 or not batch:
+        # whoever has the weights of a later version has trained this step, and does not give it back
+        if step < 0 or not batch or any(held.pinned and held.newest > step for held in self.model.groups.values()):
             return
         chosen = [batch[place % len(batch)] for place in which]
         attempts = {held.id: max(1, held.attempt + stale) for held in chosen}
@@ -145,7 +146,19 @@ class TrainerRules(Caller):
 
     @rule(further=st.sampled_from([0, 1, 1, 2]), late=lateness, how=deliveries)
     def drop_validation(self, further: int, late: int, how: str) -> None:
-        self.call("drop_validation", self.timeline(late), self.model.validation + further, how=how)
+        # a trainer validates no weights that it has not made
+        before = min(self.model.validation + further, self.model.next_step + 1)
+        self.call("drop_validation", self.timeline(late), before, how=how)
+
+    @rule(which=st.integers(1, 7), count=st.integers(0, 3), off=st.sampled_from([0, 0, 0, 1, -1]), how=deliveries)
+    def name_validators(self, which: int, count: int, off: int, how: str) -> None:
+        """For the weights of the first of them, or for others. Then the validation has groups."""
+        named = [self.replica(i) for i in range(REPLICAS) if which >> i & 1]
+        member = self.model.members.get(named[0])
+        version = max(0, member.version + off if member else 0)
+        self.call("drop_validation", self.model.timeline, version, named, how=how)
+        if count:
+            self.enqueue_validation(count, True, max(0, version - self.model.validation), 0, "once")
 
     @precondition(lambda self: self.validation)
     @rule(count=st.integers(1, 3))

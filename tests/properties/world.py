@@ -29,10 +29,21 @@ NAMES = {"refuse": "refuse_epoch", "read_ended": "groups_ended"}
 # Calls that have a number, and what reads their answers where callers live on them: the server knows the second delivery, and answers it
 # again at most.
 HEARD = {"lease": "_read_leases", "lease_episodes": "_read_leases", "take_scoring": "_read_jobs"}
-NUMBERED = {*HEARD, "heartbeat", "runner_heartbeat", "renew_scoring", "release_scoring", "reserve", "quarantine"}
+NUMBERED = {
+    *(
+        *HEARD,
+        "heartbeat",
+        "runner_heartbeat",
+        "renew_scoring",
+        "release_scoring",
+        "reserve",
+        "quarantine",
+        "drop_validation",
+    )
+}
 # Calls that change nothing when they come again, and say nothing that their caller has to hear.
 IDEMPOTENT = {
-    *("enqueue", "close", "commit", "rewind", "restore", "end_refill", "drop_validation"),
+    *("enqueue", "close", "commit", "rewind", "restore", "end_refill"),
     *(
         "open_epoch",
         "acknowledge",
@@ -261,7 +272,7 @@ class World:
         for seen_environment in environments:
             self._compare_environment(seen_environment)
         assert [environment.name for environment in environments] == sorted(model.environments)
-        seen = {r.id: (r.state, r.version, r.leases) for r in replicas}
+        seen = {r.id: (r.state, r.version, r.leases, r.validates) for r in replicas}
         assert seen == {replica: self._replica(replica) for replica in model.members}
         alive = {f"runner {r.id}": (r.alive, r.leases) for r in runners}
         assert alive == {name: (model.is_alive(name), len(model.held_by(name))) for name in model.runners}
@@ -328,11 +339,11 @@ class World:
             assert seen.broken_s == (model.present - held.broken) / 1000
             assert seen.probe_in_s == max(0, held.probe_at - model.present) / 1000
 
-    def _replica(self, replica: str) -> tuple[str, int, int]:
+    def _replica(self, replica: str) -> tuple[str, int, int, bool]:
         model = self.model
         leases = sum(held.state == "open" and held.replica == replica for held in model.groups.values())
         version = model.members[replica].version if model.healthy(replica) else -1
-        return (model.state_of(replica), version, leases)
+        return (model.state_of(replica), version, leases, model.takes_part(replica) and model.validates(replica))
 
     def _compare_group(self, group: str, seen: Any) -> None:
         held = self.model.groups.get(group)

@@ -139,7 +139,7 @@ async def run(replay: ReplayClient) -> None:
     await reserve(replay, 0)
     await replay.record_masked(0, timeline, 7)
     await replay.commit(1, timeline)
-    await replay.drop_validation(timeline, 1)
+    await replay.drop_validation(timeline, 1, replicas)
     entries, _ = await replay.read_history(3)
     await replay.clear_history(timeline, entries[-1][0])
     await replay.make_room(1)

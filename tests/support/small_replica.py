@@ -23,8 +23,8 @@ from headrace.replay import Epoch, Lease, ReplayClient
 
 class SmallReplica(LightReplica):
     """`faulty`: it computes the probe so many nats off. `off`: it reports log-probabilities of its tokens that are so many nats lower.
-    `mute`: it leases validation prompts and never answers them. `doomed`: data set indices whose groups it rejects. `poison`: the data set
-    index of a prompt that kills its process."""
+    `mute`: it leases validation prompts and never answers them. `may_validate`: it answers them once this is set. `doomed`: data set
+    indices whose groups it rejects. `poison`: the data set index of a prompt that kills its process."""
 
     def __init__(
         self,
@@ -34,11 +34,13 @@ class SmallReplica(LightReplica):
         faulty: float = 0.0,
         off: float = 0.0,
         mute: bool = False,
+        may_validate: asyncio.Event | None = None,
         doomed: frozenset[int] = frozenset(),
         poison: int | None = None,
         most: int = 4,
     ) -> None:
         super().__init__(replay, model, most=most)
+        self._may_validate, self._held_back = may_validate, list[Lease]()
         self._faulty, self._off, self._mute, self._doomed, self._poison = faulty, off, mute, doomed, poison
 
     async def _take_part(self, epoch: Epoch) -> None:
@@ -58,12 +60,17 @@ class SmallReplica(LightReplica):
 
     async def _lease(self) -> Sequence[Lease]:
         leases = await super()._lease()
+        if self._may_validate is None or self._may_validate.is_set():
+            leases, self._held_back = [*self._held_back, *leases], []
         if self._poison in {lease.group.dataset_index for lease in leases if lease.group.lane == "train"}:
             os.kill(os.getpid(), signal.SIGKILL)
         return leases
 
     async def _answer(self, lease: Lease) -> None:
         if lease.group.lane == "validation" and self._mute:
+            return
+        if lease.group.lane == "validation" and self._may_validate is not None and not self._may_validate.is_set():
+            self._held_back.append(lease)
             return
         if lease.group.lane == "train" and lease.group.dataset_index in self._doomed:
             await self._replay.reject(lease, "this problem is doomed")

@@ -212,3 +212,10 @@ def test_as_many_replicas_are_named_as_keep_pace_with_training(states: list[str]
     replicas = [ReplicaNow(str(place), state, 0, 0, 0.0) for place, state in enumerate(states)]
     found = find(lines({**WELL, part("wait_for_generation"): 5.0}), config(grpo), now=now(replicas=replicas))
     assert f"rollout.replicas={named}" in " ".join(each.remedy for each in found if "generation" in each.title)
+
+
+def test_what_validations_hold_up_may_run_beside_training_on_a_replica_of_several() -> None:
+    steps = lines(*[{**WELL, part("validation"): 5.0, TOTAL: 15.0}] * 10)
+    for replicas, wanted, told in ((1, 0, False), (2, 0, True), (2, 1, False)):
+        of = config({**ASYNC, "rollout": {"replicas": replicas}, "trainer": {"validation_replicas": wanted}})
+        assert any("trainer.validation_replicas=1" in str(found) for found in find(steps, of)) is told

@@ -91,14 +91,15 @@ local function go_on(run, group, taker)
   local ends_in = hold_lease(run, group, taker)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
-    ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes, tries = group.kind and begun_before(group) or {},
+    ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes,
+    tries = group.kind == 'episodes' and begun_before(group) or {},
   }, group.lane, #indices)
 end
 
 -- Whether the taker can start what the group misses. A replica can start any number.
 local function can_start(run, taker, group)
   if not may_write(run, taker, group) then return false end
-  return not taker.kind or taker.slots[group.lane] > 0 and has_slots(taker, group.lane, misses(run, group))
+  return taker.kind ~= 'episodes' or taker.slots[group.lane] > 0 and has_slots(taker, group.lane, misses(run, group))
 end
 
 -- Continue groups that were given back, or whose lease expired, with this taker.

@@ -4,8 +4,9 @@
 --          the tolerances; members never see them)
 -- members  hash: replica -> asked | acknowledged | verified | refused <why> | interrupted <why> (not its fault) | left out
 --
--- An epoch asks only replicas that need its weights: those that hold them, verified, go on with their leases. From `transfer` on, every
--- other replica is STALE until it verifies: its weights are a mixture of versions, or not the newest.
+-- An epoch asks only replicas that need its weights: those that hold them, verified, go on with their leases, and so do those that
+-- validate older ones (_fleet.lua). From `transfer` on, every other replica is STALE until it verifies: its weights are a mixture of
+-- versions, or not the newest.
 -- uses: _args, _fleet, _run
 
 -- The number of bytes of the length, or of the value, after each msgpack type from 0xc0 to 0xdf. Types without an entry occur in no
@@ -82,6 +83,11 @@ end
 local function holds(run, id, epoch)
   local state, version, timeline = unpack(redis.call('HMGET', replica_key(run, id), 'state', 'version', 'timeline'))
   return state == 'HEALTHY' and tonumber(version) == epoch.version and timeline == epoch.timeline
+end
+
+-- Whether the epoch leaves the replica as it is: it holds these weights, pulls its own, or validates others.
+local function keeps(run, id, epoch)
+  return holds(run, id, epoch) or pulls_weights(run, id) or validates(run, id)
 end
 
 -- The epoch if it is the newest, of this timeline, and in one of `states`; otherwise the call is refused.

@@ -45,6 +45,18 @@ local function takes_part(state) return state == 'HEALTHY' or state == 'STALE' e
 -- Whether the replica pulls its weights (_offers.lua), so that no epoch is for it.
 local function pulls_weights(run, id) return redis.call('HGET', replica_key(run, id), 'pulls') == '1' end
 
+-- Whether groups of the validation are not evaluated yet, and the replica `id`, if one is given, validates beside training
+-- (drop_validation.lua names it). Until then it keeps the weights under validation (no epoch asks it, and none makes it STALE) and leases
+-- those groups alone, which nobody else leases.
+local function validates(run, id)
+  if id and redis.call('SISMEMBER', run.base .. 'validators', id) == 0 then return false end
+  local states, pending = {'validation:queued', 'validation:open', 'validation:scoring'}, 0
+  for i, count in ipairs(redis.call('HMGET', run.base .. 'counts', unpack(states))) do
+    pending = pending + (count or 0) + (run.deltas[states[i]] or 0)
+  end
+  return pending > 0
+end
+
 -- Whether a member may lease: a replica must be HEALTHY on this timeline, a runner ALIVE.
 local function may_lease(run, holder)
   local state, timeline = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'timeline'))

@@ -3,7 +3,7 @@
 -- Fields of g:<id>:
 --   state, lane, order, n, step, reason
 --   env       the environment that scores it
---   kind      `episodes`: runners lease it; absent: replicas do
+--   kind      `episodes`: runners lease it; `validators`: the replicas that validate beside training do; absent: any replica does
 --   record    nonce of its record
 --   worst     bytes that n trajectories may grow to; actual and held: bytes pushed, bytes accounted
 --   attempt   leases so far; failures, ticket, token, replica
@@ -182,7 +182,7 @@ local function discard(run, group)
   take_out(run, group, payload_keys(run, group))
   forget_prefixes(run, group)
   if (group.dropped or 0) > 0 then redis.call('HDEL', group.key, unpack(field_names_of(group, 'x'))) end
-  if group.kind then redis.call('HDEL', group.key, unpack(field_names_of(group, 'a'))) end
+  if group.kind == 'episodes' then redis.call('HDEL', group.key, unpack(field_names_of(group, 'a'))) end
   hold(run, group, 0)
 end
 

@@ -8,6 +8,10 @@
 -- plus what it and the waiting replicas already hold, divided equally among them. Otherwise the first to ask would take everything that
 -- admission allows, and the others would generate nothing.
 --
+-- Validators, the replicas that validate beside training, lease the groups of the validation and nothing else: training groups would keep
+-- them from their next refit. So the trainer leaves at least one other replica, and ends the validation if no other can train (its only
+-- exemption: no group that the trainer waits for can be leased by validators alone).
+--
 -- Until a refill is complete, no training prompt is leased: the missing prompts come before those in the queue (law 5).
 -- uses: _admission, _args, _continuation, _fleet, _group, _run, _suspects
 
@@ -48,7 +52,7 @@ local function lease_to(run, taker)
   local any = taker.most > 0 and redis.call('EXISTS', run.base .. 'broken', of_kind(run, 'passed', taker.kind)) > 0
   taker.any_broken = any and redis.call('EXISTS', run.base .. 'broken') == 1
   if taker.most > 0 then lease_from(run, 'validation', taker, math.huge) end
-  if taker.most > 0 and run.refill == 0 and (not any or lease_passed(run, taker, bound)) then
+  if taker.most > 0 and taker.kind ~= 'validators' and run.refill == 0 and (not any or lease_passed(run, taker, bound)) then
     local room = bound - redis.call('ZCARD', run.base .. 'line')
     lease_from(run, 'train', taker, room > 0 and room or room_for_probe(run, taker))
   end

@@ -55,9 +55,9 @@ local function add_up(sums)
   end
 end
 
--- Count trajectories without any known values.
-local function meter_count(run, moment, trajectories)
-  add(sums_of(run, moment), 'trajectories', trajectories)
+-- Count trajectories (or `what`) without any known values.
+local function meter_count(run, moment, count, what)
+  add(sums_of(run, moment), what or 'trajectories', count)
 end
 
 -- Meter one trajectory: its `p<i>`, its reward if it has one, and the step from which its age counts. The caller counts it with

@@ -161,5 +161,6 @@ local function run_state(run)
     committed = run.committed, enqueued = run.enqueued, closed = run.closed == 1, counts = counts_of(run).train,
     refill = run.refill == 1, wanted = redis.call('ZCARD', run.base .. 'wanted'), timelines = timelines,
     episodes = count_waiting_episodes(run), alive_runners = count_runners(run),
+    validation = redis.call('EXISTS', run.base .. 'lane') == 1 and (run.validation or 0) or -1,
   }
 end

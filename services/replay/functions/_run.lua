@@ -14,7 +14,9 @@
 --   orphans     zset    open groups whose lease was lost, by ticket: leased next. No deadline runs for them
 --   environments, broken, env:<name>, and the places `unscored:<name>`, `alone:<name>`, `taken:<name>`, `failing:<name>`: see _scoring.lua
 --   suspects    zset    open groups whose replica died or was silent, by ticket: leased apart from others. No deadline runs for them
---   For episodes, `validation`, `passed`, `drains`, `orphans` and `suspects` are separate keys, `<name>:episodes`.
+--   For episodes, `validation`, `passed`, `drains`, `orphans` and `suspects` are separate keys, `<name>:episodes`; and for groups that
+--   validators lease, `<name>:validators`.
+--   validators  set     replicas that validate beside training, until no group of the validation is left to evaluate (_fleet.lua)
 --   steps       hash    step -> ids of groups reserved for it, retained, or kept for it by a rewind (one per line, in ticket order)
 --   timelines   list    `<timeline> <version at which it began>`: the ancestry of the weights, oldest first
 --   trash       list    groups trained for good whose payloads are not freed yet
@@ -94,12 +96,7 @@ local function tell_time(run)
   run.offset, run.full = run.offset or 0, run.full or 0
   if stands then run.offset = run.offset - gap end
   run.now = run.read + run.offset
-  run.ticks = stands or not run.clock or gap >= TICK_MS
-end
-
--- Record the clock at the end of this call.
-local function tick(run)
-  run.ticks = true
+  run.ticks = stands or not run.clock or gap >= TICK_MS  -- the clock is recorded at the end of this call
 end
 
 local function run_key(keys)

@@ -1,5 +1,5 @@
 -- Scores from scorers (score.lua) and runners (finish.lua), and the effect of a group's last score.
--- uses: _args, _fields, _filter, _group, _meter, _run, _trajectory
+-- uses: _args, _fields, _filter, _fleet, _group, _meter, _run, _trajectory
 
 -- SCORE_BYTES in headrace/records/score.py: the bytes that leases reserve for a score.
 local MOST_BYTES = 8192
@@ -108,4 +108,5 @@ local function all_scored(run, scored)
   move(run, group.lane, group.state, state)
   tell(run, state, group.id)
   wake(run, 'ready')
+  if state == 'evaluated' and not validates(run) then wake(run, 'work') end  -- validators may train again
 end

@@ -2,7 +2,7 @@
 --
 -- `steps` maps a step to its groups. From `freed` to `committed` they are trained and retained, from there to `next_step` reserved, and
 -- from there to `top` survivors of a rewind: ready groups that keep their step (law 5). `pinned` counts the latter.
--- uses: _args, _fields, _group, _meter, _run, _trajectory
+-- uses: _args, _fields, _group, _run, _trajectory
 
 limit('retain_steps', natural)
 
@@ -24,7 +24,7 @@ local function push_ids(run, list, ids)
   end
 end
 
--- Delete steps < edge with their groups, a batch at a time (`empty_trash`).
+-- Delete steps < edge with their groups, a batch at a time (commit.lua).
 local function free_steps(run, edge)
   for step = run.freed, edge - 1 do
     push_ids(run, 'trash', step_ids(run, step))
@@ -47,27 +47,6 @@ local function commit_steps(run, version)
     set(run, 'committed', version)
     event(run, 'committed', 'version', version)
   end
-end
-
--- the fields that meters and `erase` need
-local METERED, ERASED = {'state', 'lane', 'n', 'count', 'step'}, {'record', 'n', 'count', 'held'}
-
--- Meter up to BATCH groups, those to be freed first. Returns how many are left. A rewind may have taken some of them back.
-local function meter_tally(run)
-  local tally = run.base .. 'tally'
-  for _, id in ipairs(redis.call('LPOP', tally, BATCH) or {}) do
-    local group = load_group(run, id, METERED)
-    if group and group.state == 'reserved' and group.step < run.committed then meter_trained(run, group) end
-  end
-  return redis.call('LLEN', tally)
-end
-
--- Free up to BATCH groups. Returns how many are left.
-local function empty_trash(run)
-  local trash = run.base .. 'trash'
-  for _, id in ipairs(redis.call('LPOP', trash, BATCH) or {}) do erase(run, load_group(run, id, ERASED)) end
-  wake(run, 'work')  -- freed bytes may admit a lease
-  return redis.call('LLEN', trash)
 end
 
 -- The batch of `step`, as `reserve` and `step` return it: step, payload_prefix (of keys), scored and filtered (groups since the previous

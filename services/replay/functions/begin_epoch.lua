@@ -1,11 +1,11 @@
--- begin_epoch: start the transfer. The members that acknowledged are final. Replicas that don't hold the epoch's weights, nor
--- pull their own, are STALE.
+-- begin_epoch: start the transfer. The members that acknowledged are final. Replicas that don't hold the epoch's weights, nor pull their
+-- own, nor validate others, are STALE.
 -- KEYS     the run
 -- ARGV     epoch; logprobs (the trainer's, of the probe), tolerance and mean_tolerance (nats), which `verify` uses; then the rendezvous
 --          (msgpack)
 -- Returns  the epoch, like open_epoch. A repeat returns the same epoch.
 -- Errors   HR_FENCED, HR_TIMELINE, HR_INVALID
--- uses: _args, _epoch, _fleet, _register
+-- uses: _args, _epoch, _register
 register('begin_epoch', {
   epoch = name, logprobs = list_of(finite, 32 * BATCH), tolerance = finite, mean_tolerance = finite,
 }, function(run, call, args)
@@ -24,7 +24,7 @@ register('begin_epoch', {
     if members[i + 1] == 'asked' then redis.call('HSET', run.base .. 'members', members[i], 'left out') end
   end
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
-    if not holds(run, replica, epoch) and not pulls_weights(run, replica) then
+    if not keeps(run, replica, epoch) then
       set_stale(run, replica, 'epoch ' .. id .. ' installs version ' .. epoch.version)
     end
   end

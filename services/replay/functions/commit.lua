@@ -3,7 +3,7 @@
 -- ARGV     version, timeline, trained (digest of the batches since the previous commit, made by `digest_of`; '': don't compare)
 -- Returns  the number of groups still to be metered and of those whose payloads are still to be freed: repeat the call until 0
 -- Errors   HR_TIMELINE, HR_STEP (a step was never reserved, or holds other groups than were trained), HR_INVALID
--- uses: _args, _register, _run, _steps
+-- uses: _args, _group, _meter, _register, _run, _steps
 
 -- The digest of the steps that are not committed, each with its groups.
 local function digest_of(run, version)
@@ -14,6 +14,27 @@ local function digest_of(run, version)
     found[#found + 1] = step .. '\n' .. table.concat(ids, '\n')
   end
   return redis.sha1hex(table.concat(found, '\n'))
+end
+
+-- the fields that meters and `erase` need
+local METERED, ERASED = {'state', 'lane', 'n', 'count', 'step'}, {'record', 'n', 'count', 'held'}
+
+-- Meter up to BATCH groups, those to be freed first. Returns how many are left. A rewind may have taken some of them back.
+local function meter_tally(run)
+  local tally = run.base .. 'tally'
+  for _, id in ipairs(redis.call('LPOP', tally, BATCH) or {}) do
+    local group = load_group(run, id, METERED)
+    if group and group.state == 'reserved' and group.step < run.committed then meter_trained(run, group) end
+  end
+  return redis.call('LLEN', tally)
+end
+
+-- Free up to BATCH groups. Returns how many are left.
+local function empty_trash(run)
+  local trash = run.base .. 'trash'
+  for _, id in ipairs(redis.call('LPOP', trash, BATCH) or {}) do erase(run, load_group(run, id, ERASED)) end
+  wake(run, 'work')  -- freed bytes may admit a lease
+  return redis.call('LLEN', trash)
 end
 
 register('commit', {version = natural, timeline = text, trained = text}, function(run, call)

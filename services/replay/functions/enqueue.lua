@@ -6,7 +6,7 @@
 -- Returns  how many were new. A train group is new if its order is beyond the watermark `enqueued` (with `refill`: or is wanted for a
 --          retry; any order while the run wants a refill) and not in `ended`, and its id is unknown. A validation group is new if its id is
 --          unknown and its validation was not dropped. A group has episodes if its environment does; that doesn't change when the run is
---          opened again.
+--          opened again. Validators lease the others of a validation that has some (drop_validation.lua).
 -- Errors   HR_TIMELINE, HR_STEP (the train groups skip some after `enqueued`), HR_INVALID (malformed; new train groups after close, except
 --          those that are wanted; refill while steps are being freed)
 -- uses: _args, _group, _register, _run, _scoring
@@ -96,12 +96,13 @@ register('enqueue', {
   require_no_gap(run, new)
   for _, group in ipairs(new) do check_new(run, group) end
   local enqueued, environments = run.enqueued, {}
+  local has_validators = redis.call('EXISTS', run.base .. 'validators') == 1
   for _, group in ipairs(new) do
     if not environments[group.env] then
       redis.call('SADD', run.base .. 'environments', group.env)
       environments[group.env] = {kind = setting_of(run, group.env).episodes and 'episodes' or nil}
     end
-    group.kind = environments[group.env].kind
+    group.kind = environments[group.env].kind or group.lane == 'validation' and has_validators and 'validators' or nil
     add_group(run, group)
     if group.lane == 'train' then enqueued = math.max(enqueued, group.order) end
   end

@@ -28,7 +28,7 @@ register_reader('group', {group = name}, function(run, call)
   end
   if group.state == 'open' and group.replica ~= '' and group.moved then fields.silent_s = (run.now - group.moved) / 1000 end
   local begun
-  for i = 0, group.kind and (group.saves or 0) > 0 and group.count - 1 or -1 do
+  for i = 0, group.kind == 'episodes' and (group.saves or 0) > 0 and group.count - 1 or -1 do
     local nonce, bytes = extent_of(redis.call('HGET', group.key, 'q' .. i))
     begun = begun or {}
     if nonce then begun[#begun + 1] = {i, redis.call('LLEN', payload_key(run, nonce)), bytes} end

@@ -15,7 +15,8 @@ register('lease', {replica = name, most = positive, number = positive, nonce = n
       refuse('HR_NOT_VERIFIED', 'replica ' .. call.replica .. ' holds no verified weights of this timeline; it may not lease')
     end
     return lease_to(run, {
-      holder = call.replica, version = tonumber(version), nonce = call.nonce, most = math.min(call.most, BATCH), cohort = cohort,
+      holder = call.replica, kind = validates(run, call.replica) and 'validators' or nil, version = tonumber(version),
+      nonce = call.nonce, most = math.min(call.most, BATCH), cohort = cohort,
       pulls = pulls == '1', slots = {train = math.huge, validation = math.huge}, leases = {},
     })
   end)

@@ -42,7 +42,7 @@ register('make_room', {refused = natural, sheds = flag}, function(run, call)
   if lacks <= 0 then refused = 0 end
   if refused ~= run.full then
     set(run, 'full', refused)
-    tick(run)  -- from here on, time stops or continues
+    run.ticks = true  -- from here on, time stops or continues
     event(run, 'full', 'bytes', refused)
     wake(run, 'work')
   end

@@ -7,6 +7,6 @@
 -- uses: _args, _meter, _register, _run
 register('masked', {step = natural, timeline = text, tokens = positive}, function(run, call)
   require_timeline(run, call.timeline)
-  if not told_before(run, 'masked', call.step) then add(sums_of(run, 'masked'), 'tokens', call.tokens) end
+  if not told_before(run, 'masked', call.step) then meter_count(run, 'masked', call.tokens, 'tokens') end
   return 1
 end)

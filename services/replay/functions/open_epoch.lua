@@ -1,5 +1,5 @@
--- open_epoch: announce a membership epoch to every replica that is HEALTHY or STALE, does not hold its weights and does not pull them; any
--- epoch before it is over.
+-- open_epoch: announce a membership epoch to every replica that is HEALTHY or STALE, does not hold its weights, does not pull them, and
+-- does not validate others; any epoch before it is over.
 -- KEYS     the run
 -- ARGV     epoch (a nonce), version, timeline; then the rendezvous (msgpack)
 -- Returns  msgpack: id, version, timeline, state, members (each followed by what it did); then the rendezvous. A repeat returns the same
@@ -17,8 +17,7 @@ register('open_epoch', {epoch = name, version = natural, timeline = text}, funct
   redis.call('HSET', run.base .. 'epoch', 'id', id, 'version', version, 'timeline', timeline, 'rendezvous', rendezvous)
   redis.call('UNLINK', run.base .. 'members')
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
-    if takes_part(redis.call('HGET', replica_key(run, replica), 'state')) and not holds(run, replica, epoch)
-      and not pulls_weights(run, replica) then
+    if takes_part(redis.call('HGET', replica_key(run, replica), 'state')) and not keeps(run, replica, epoch) then
       redis.call('HSET', run.base .. 'members', replica, 'asked')
     end
   end

@@ -1,9 +1,9 @@
 -- replicas: list the fleet.
 -- KEYS     the run
 -- ARGV     none
--- Returns  for each replica: msgpack of id, state, version, timeline, leases, seen_s_ago, reason (of a quarantine) and, once a step has
---          trained on its tokens, logprob_error (disagreements.lua), and
---          pulls; and its info (msgpack)
+-- Returns  for each replica: msgpack of id, state, version, timeline, leases, seen_s_ago, reason (of a quarantine), pulls, validates
+--          (beside training, see _fleet.lua) and, once a step has trained on its tokens, logprob_error (disagreements.lua); and its info
+--          (msgpack)
 -- uses: _fleet, _register
 register_reader('replicas', nil, function(run)
   local reply = {}
@@ -15,7 +15,7 @@ register_reader('replicas', nil, function(run)
       id = id, state = state, version = state == 'HEALTHY' and tonumber(version) or -1, timeline = timeline,
       leases = redis.call('SCARD', run.base .. 'h:' .. id), seen_s_ago = (run.now - seen) / 1000,
       reason = state == 'QUARANTINED' and reason or '', logprob_error = tonumber(logprob_error or nil),
-      pulls = pulls == '1',
+      pulls = pulls == '1', validates = takes_part(state) and validates(run, id),
     }
     reply[#reply + 1] = {cmsgpack.pack(replica), info or ''}
   end

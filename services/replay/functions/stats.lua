@@ -39,7 +39,10 @@ register_reader('stats', nil, function(run)
   stats.age_mean, stats.age_max = tonumber(age_mean or nil) or 0, tonumber(age_max or nil) or 0
   stats.scoring = scoring_line(run)
   stats.leases = redis.call('ZCARD', run.base .. 'leases')
-  stats.suspects = redis.call('ZCARD', run.base .. 'suspects') + redis.call('ZCARD', of_kind(run, 'suspects', 'episodes'))
+  stats.suspects = redis.call('ZCARD', of_kind(run, 'suspects'))
+  for _, kind in ipairs({'episodes', 'validators'}) do
+    stats.suspects = stats.suspects + redis.call('ZCARD', of_kind(run, 'suspects', kind))
+  end
   stats.line = redis.call('ZCARD', run.base .. 'line')
   stats.prompts_per_step, stats.max_age = run.prompts_per_step, run.max_age
   stats.failed = newest_failed(run)

@@ -5,7 +5,8 @@ The order of actions matters:
 
 - The snapshot of a version, for a checkpoint or to be kept in memory, is taken before the fleet gets its weights, and written meanwhile.
 - The fleet gets a version before that version is validated or trained on, and before it is copied for replicas that pull it.
-- A validation of older weights ends before they are replaced.
+- A validation of older weights ends before they are replaced; one beside training keeps them on replicas of its own, and holds up only the
+  run's end.
 - While `reserve` has no batch, replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.base.backoff import pause_after
 from headrace.config import Config
@@ -35,6 +36,7 @@ class Action(enum.Enum):
     AWAIT_VALIDATION = "await validation"
     ABANDON_VALIDATION = "abandon validation"
     VALIDATE = "validate"
+    SKIP_VALIDATION = "skip validation"
     RESERVE = "reserve"
     TRAIN = "train"
     WAIT = "wait"
@@ -108,6 +110,7 @@ class LoopState:
     - `refitted`: a refit to this version has been carried out, successful or not.
     - `validated`: a validation of this version has begun.
     - `validating`: the version under validation while results are missing. `awaited_since`: when the loop began to wait for it, if it has.
+    - `validators`: how many of its replicas hold its weights, if it runs beside training; None if it doesn't, or there is none.
     - `target_reached`: a validation reached `stop_at_validation_threshold`.
     - `snapshot_due`: the run takes snapshots, has neither this version nor a checkpoint of it, and nothing is being written.
     - `must_save`: another step would end after `checkpoint_must_save_by`, and no checkpoint has been saved for that yet.
@@ -137,6 +140,7 @@ class LoopState:
     healthy_at: float
     refit_due: bool
     reply: Reservation | Waiting | End | None
+    validators: int | None = None
     target_reached: bool = False
     must_save: bool = False
     snapshot_due: bool = False
@@ -156,22 +160,28 @@ def decide(plan: Plan, state: LoopState) -> Decision:
         return Decision(Action.CHECKPOINT if unsaved else Action.STOP)
     if reason := too_many_failed(plan, state.counts):
         return Decision(Action.CONDEMN, reason)
-    final = state.version >= plan.last_version or isinstance(state.reply, End) or state.target_reached
+    final = is_final(plan, state)
     if plan.saves(state.version, final=final or state.must_save) and not state.saved:
         return Decision(Action.CHECKPOINT)
     if state.snapshot_due:
         return Decision(Action.SNAPSHOT)
+    is_beside = state.validators is not None and not final
+    if is_beside and (reason := _has_to_end(state)):
+        return Decision(Action.ABANDON_VALIDATION, reason)
+    awaited = None if is_beside else _await_validation(plan, state)
     validation_due = plan.validates(state.version, final=final) and not state.validated
     if not state.refitted and (validation_due or not final) and state.members:
-        return _await_validation(plan, state) or Decision(Action.REFIT)
+        return awaited or Decision(Action.REFIT)
     if state.offer_due and (validation_due or not final):
         return Decision(Action.OFFER)
+    if validation_due and is_beside:
+        return Decision(Action.SKIP_VALIDATION)
     if validation_due:
         if not state.healthy:
             return _await_fleet(plan, state)
-        return _await_validation(plan, state) or Decision(Action.VALIDATE)
+        return awaited or Decision(Action.VALIDATE)
     if final:
-        return _await_validation(plan, state) or _finish(plan, state)
+        return awaited or _finish(plan, state)
     if state.reply is None:
         return Decision(Action.RESERVE)
     if isinstance(state.reply, Reservation):
@@ -179,10 +189,15 @@ def decide(plan: Plan, state: LoopState) -> Decision:
     return _await_fleet(plan, state)
 
 
+def is_final(plan: Plan, state: LoopState) -> bool:
+    """Return whether nothing more is trained."""
+    return state.version >= plan.last_version or isinstance(state.reply, End) or state.target_reached
+
+
 def waits_for(decision: Decision, state: LoopState) -> str:
     """Return what the loop waits for if it carries out `decision`, as the end of a sentence; empty if it is at work."""
     if decision.action is Action.AWAIT_VALIDATION:
-        return f"the validation of version {state.validating}, before the replicas get the next weights"
+        return f"the validation of version {state.validating}, before the run ends or the replicas get the next weights"
     if decision.action is not Action.WAIT:
         return ""
     if not state.healthy:
@@ -250,12 +265,21 @@ def _miss_runners(plan: Plan, state: LoopState) -> Decision | None:
     )
 
 
+def _has_to_end(state: LoopState) -> str | None:
+    """Return why a validation beside training can't go on; None if it can."""
+    if not state.validators:
+        return "no verified replica holds its weights any more"
+    if state.refitted and not state.healthy:
+        return "no other replica is verified, so training needs those that validate"
+    return None
+
+
 def _await_validation(plan: Plan, state: LoopState) -> Decision | None:
     """Return the action that a running validation needs before the fleet gets other weights or the run ends; None if it needs none."""
     if state.validating is None:
         return None
-    if not state.healthy:
-        if state.validating == state.version:
+    if not (state.healthy if state.validators is None else state.validators):
+        if state.validating == state.version and state.validators is None:
             return _await_fleet(plan, state)
         return Decision(Action.ABANDON_VALIDATION, "no verified replica holds its weights any more")
     if state.awaited_since is not None and state.now - state.awaited_since >= plan.validation_deadline_s:
@@ -299,9 +323,21 @@ def is_loading(fleet: Iterable[Replica]) -> bool:
 
 
 def behind(fleet: Iterable[Replica], version: int, timeline: str) -> list[str]:
-    """Return the ids of the live replicas that are sent the weights and have not verified these."""
-    there = (replica for replica in alive(fleet) if not replica.pulls)
+    """Return the ids of the live replicas that are sent the weights and have not verified these; those that validate others are not."""
+    there = (replica for replica in alive(fleet) if not (replica.pulls or replica.validates))
     return [replica.id for replica in there if not is_verified(replica, version, timeline)]
+
+
+def choose_validators(
+    fleet: Iterable[Replica], chosen: Collection[str], wanted: int, version: int, timeline: str
+) -> list[str]:
+    """Return the replicas that are to validate `version` beside training, so that with those `chosen` before `wanted` do: those with the
+    fewest leases. At least one that holds the version goes on training. One that pulls is never chosen: it takes newer weights by
+    itself."""
+    verified = [each for each in fleet if is_verified(each, version, timeline) and not each.pulls]
+    others = sorted((each for each in verified if each.id not in chosen), key=lambda each: (each.leases, each.id))
+    lacking = wanted - (len(verified) - len(others))
+    return [replica.id for replica in others[: max(0, min(lacking, len(others) - 1))]]
 
 
 def refit_due(behind_ids: Iterable[str], backoffs: Mapping[str, Backoff], now: float) -> bool:

@@ -94,6 +94,9 @@ class Loop:
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
             self._context.history.start()
             self._recorder.begin(failed)
+            lost = self._resumed.last_validation
+            if lost is not None and not self._validations.has_begun(lost):
+                await self._validations.lose(lost, "the trainer was gone before it was complete")
             self._fleet.healthy_at = self._runner_at = self._clock()
             return await self._take_turns(feeding)
         except (Fenced, InvalidCall, ServiceError) as error:
@@ -128,7 +131,7 @@ class Loop:
             if self._offers is not None:
                 self._offers.poll()
             replicas = await self._call(self._replay.replicas)
-            await self._validations.poll()
+            await self._validations.poll(replicas)
             run = await self._call(self._replay.state)
             await self._recorder.note_failures(run.counts.get("failed", 0))
             state = self._look(replicas, run)
@@ -137,6 +140,11 @@ class Loop:
             began = self._clock()
             match decision.action:
                 case Action.STOP:
+                    running = self._validations.running
+                    if (
+                        running is not None and running.version < self._version
+                    ):  # else the next start validates it again
+                        await self._validations.abandon("the run stops")
                     await self._writer.finish()
                     await self._finish_uploads()
                     log.info(
@@ -176,7 +184,10 @@ class Loop:
                     with self._traced("offer"):
                         await self._offer()
                 case Action.VALIDATE:
-                    await self._validations.start(self._version)
+                    is_last = decisions.is_final(self._plan, state)
+                    await self._validations.start(self._version, [] if is_last else replicas)
+                case Action.SKIP_VALIDATION:
+                    await self._validations.skip(self._version)
                 case Action.ABANDON_VALIDATION:
                     await self._validations.abandon(decision.reason)
                 case Action.AWAIT_VALIDATION:
@@ -198,9 +209,13 @@ class Loop:
 
     def _look(self, replicas: Sequence[Replica], run: RunState) -> LoopState:
         now, running = self._clock(), self._validations.running
-        # during a validation of older weights, the replicas that hold those weights count
-        held = self._version if self._fleet.refitted or running is None else running.version
+        validators = self._validations.count_validators(replicas)
+        held = self._version
+        if running is not None and validators is None and not self._fleet.refitted:
+            held = running.version  # while older weights are validated, the replicas that hold those count
         healthy = self._fleet.look(replicas, held)
+        if running is not None and running.version == self._version:
+            healthy -= validators or 0  # they don't train
         if run.alive_runners or not run.episodes:
             self._runner_at = now
         return LoopState(
@@ -212,6 +227,7 @@ class Loop:
             validated=self._validations.has_begun(self._version),
             validating=None if running is None else running.version,
             awaited_since=self._validations.awaited_since,
+            validators=validators,
             members=len(self._fleet.alive),
             healthy=healthy,
             healthy_at=self._fleet.healthy_at,

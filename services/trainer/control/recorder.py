@@ -201,7 +201,7 @@ def step_times(
         learner=learner,
         buffer_starvation=over(Action.WAIT, Action.RESERVE),
         refit_bubble=over(Action.REFIT, Action.OFFER),
-        validation=over(Action.AWAIT_VALIDATION, Action.VALIDATE, Action.ABANDON_VALIDATION),
+        validation=over(Action.AWAIT_VALIDATION, Action.VALIDATE, Action.SKIP_VALIDATION, Action.ABANDON_VALIDATION),
         checkpoint=over(Action.CHECKPOINT, Action.SNAPSHOT),
         awaiting_scores=awaiting_scores,
     )

@@ -72,7 +72,8 @@ class ResumeState:
     """The state that a trainer resumes from, agreed with the buffer.
 
     With `refill`, prompts up to order `enqueued` are missing in the buffer and must be enqueued again before anything else. `ended` are the
-    orders that failed or were filtered, as far as the buffer knows now.
+    orders that failed or were filtered, as far as the buffer knows now. `last_validation`: a version before `version` whose validation
+    groups the buffer held: if no trainer has reported them, none will. (Later versions are validated when the trainer gets there.)
     """
 
     version: int
@@ -84,6 +85,7 @@ class ResumeState:
     enqueued: int
     refill: bool
     previous_timeline: str  # the buffer's, before this start
+    last_validation: int | None = None
 
     def missing(self) -> Iterator[int]:
         """Return the prompts to refill, by their `order`. Enqueuing one that the buffer still holds changes nothing."""
@@ -167,6 +169,7 @@ async def resume(
         enqueued=run.enqueued,
         refill=run.refill,
         previous_timeline=found.timeline,
+        last_validation=found.validation if 0 <= found.validation < version else None,
     )
 
 

@@ -1,4 +1,8 @@
-"""Evaluates a version of the weights on held-out prompts, through the buffer's validation lane, while training continues."""
+"""Evaluates a version of the weights on held-out prompts, through the buffer's validation lane, while training continues.
+
+With `trainer.validation_replicas`, some replicas keep the version and evaluate it beside training, and the others go on to the next one.
+Without it, or where no other replica would be left, all evaluate it, and the next refit waits.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,19 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
 from headrace.base.errors import InvalidCall
 from headrace.config import Config
 from headrace.records.trajectory import Group
-from headrace.replay import BufferRetry, Evaluated, ReplayClient
+from headrace.replay import BufferRetry, Evaluated, ReplayClient, Replica
 from headrace.run.headlines import accuracy_name
 from headrace.run.journal import Line
 from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
 from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.control.decisions import Action
+from headrace_services.trainer.control.decisions import Action, choose_validators, is_verified
 from headrace_services.trainer.control.recorder import Recorder
 from headrace_services.trainer.data import Problem
 from headrace_services.trainer.telemetry.metrics import score_metrics
@@ -66,10 +70,14 @@ def reaches_target(metrics: Mapping[str, float], metric: str | None, threshold: 
 
 
 class Validation:
-    """The evaluation of one version: its groups and the results so far."""
+    """The evaluation of one version: its groups and the results so far. `validators` are the replicas that were chosen to evaluate it
+    beside training; none if all do."""
 
-    def __init__(self, replay: ReplayClient, retry: BufferRetry, timeline: str, version: int) -> None:
+    def __init__(
+        self, replay: ReplayClient, retry: BufferRetry, timeline: str, version: int, validators: Set[str] = frozenset()
+    ) -> None:
         self.version = version
+        self.validators = validators
         self.evaluated: list[Evaluated] = []
         self._replay = replay
         self._retry = retry
@@ -85,8 +93,18 @@ class Validation:
         await self._enqueue(groups)
 
     async def _enqueue(self, groups: Sequence[Group]) -> None:
-        await self._retry(lambda: self._replay.drop_validation(self._timeline, before=self.version))
+        await self._name(self.validators)
         await self._retry(lambda: self._replay.enqueue(groups, self._timeline, validation=self.version))
+
+    async def add_validators(self, more: Set[str]) -> None:
+        """Let more replicas evaluate it, because others of them are gone."""
+        self.validators |= more
+        await self._name(more)
+
+    async def _name(self, validators: Set[str]) -> None:
+        await self._retry(
+            lambda: self._replay.drop_validation(self._timeline, before=self.version, validators=sorted(validators))
+        )
 
     async def poll(self) -> bool:
         """Fetch the groups that finished since the last call; return True when none is pending. Groups that the buffer no longer has are
@@ -138,6 +156,8 @@ class Validations:
         self.running: Validation | None = None
         self.awaited_since: float | None = None
         self._algorithm = config.algorithm
+        self._wanted = config.trainer.validation_replicas
+        self._skipped: list[int] = []  # while this one runs
         self._context = context
         self._timeline = timeline
         self._recorder = recorder
@@ -151,21 +171,60 @@ class Validations:
         """Return whether a validation of `version` has begun, or ended."""
         return version in self._validated
 
-    async def start(self, version: int) -> None:
+    async def start(self, version: int, fleet: Sequence[Replica]) -> None:
+        """Begin to evaluate `version`, beside training if `fleet` has the replicas for it."""
         context = self._context
         groups = await asyncio.to_thread(context.prompts.validation, version)
-        validation = Validation(context.replay, context.retry, self._timeline, version)
+        chosen = choose_validators(fleet, (), self._wanted, version, self._timeline)
+        validation = Validation(context.replay, context.retry, self._timeline, version, frozenset(chosen))
         await validation.start(groups)
+        if chosen:
+            log.info("version %d is validated beside training, by %s", version, ", ".join(chosen))
         self.running, self._began, self.awaited_since = validation, context.clock(), None
         self._validated.add(version)
 
-    async def poll(self) -> None:
+    def count_validators(self, fleet: Sequence[Replica]) -> int | None:
+        """Return how many replicas can evaluate the running one beside training; None if it doesn't run there."""
+        if self.running is None or not self.running.validators:
+            return None
+        version, chosen = self.running.version, self.running.validators
+        return sum(is_verified(replica, version, self._timeline) for replica in fleet if replica.id in chosen)
+
+    async def skip(self, version: int) -> None:
+        """Do without a validation of `version`, because one still runs beside training. It is reported after that one: reports are in the
+        order of versions."""
+        assert self.running is not None
+        log.warning(
+            "version %d is not validated, because the validation of version %d still runs; raise trainer.validation_replicas %d or "
+            "%s.val_period %d",
+            version, self.running.version, self._wanted, self._algorithm.name, self._algorithm.val_period,
+        )  # fmt: skip
+        self._validated.add(version)
+        self._skipped.append(version)
+
+    async def lose(self, version: int, reason: str) -> None:
+        """Report a validation that an earlier trainer began, and that no trainer comes back to."""
+        log.warning("the validation of version %d is lost: %s", version, reason)
+        self._validated.add(version)
+        await self._publish_lost(version)
+
+    async def _publish_lost(self, version: int) -> None:
+        """Report a validation without results: all its prompts are pending."""
+        groups = await asyncio.to_thread(self._context.prompts.validation, version)
+        await self._publish(version, summarize([], 0, len(groups)))
+
+    async def poll(self, fleet: Sequence[Replica]) -> None:
         """Fetch the results of the running one, and report it if they are complete. The step has that time under validation."""
         if self.running is None:
             return
-        began = self._context.clock()
-        if await self.running.poll():
-            await self._report(self.running)
+        began, running = self._context.clock(), self.running
+        if await running.poll():
+            await self._report(running)
+        elif running.validators:
+            more = choose_validators(fleet, running.validators, self._wanted, running.version, self._timeline)
+            if more:
+                log.info("%s validate version %d too", ", ".join(more), running.version)
+                await running.add_validators(frozenset(more))
         self._recorder.spend(Action.AWAIT_VALIDATION, self._context.clock() - began, {})
 
     async def abandon(self, reason: str) -> None:
@@ -187,7 +246,7 @@ class Validations:
         )  # fmt: skip
         failed: list[tuple[str, Group | Problem, str]] = [*validation.failed, *self._context.prompts.left_out]
         await self._context.telemetry.report_validation(version, validation.evaluated, failed)
-        await self._recorder.publish("validation", version, metrics)
+        await self._publish(version, metrics)
         if self._reaches_target(metrics):
             self.target_reached = True
             metric, threshold = (
@@ -195,6 +254,12 @@ class Validations:
                 self._algorithm.stop_at_validation_threshold,
             )
             log.info("the run ends: %s is at least %g", metric, threshold)
+        skipped, self._skipped = self._skipped, []
+        for each in skipped:
+            await self._publish_lost(each)
+
+    async def _publish(self, version: int, metrics: Mapping[str, float]) -> None:
+        await self._recorder.publish("validation", version, metrics)
         self._writer.add_metrics(version, {f"val:{name}": value for name, value in metrics.items()})
 
     def _reaches_target(self, metrics: Mapping[str, float]) -> bool:

@@ -108,7 +108,7 @@ def assemble(
                 seen_s_ago=each["seen_s_ago"],
                 address=address,
                 device=_text(each["info"].get("device")),
-                reason=each["reason"] or None,
+                reason="validates beside training" if each["validates"] else each["reason"] or None,
                 logprob_error=each["logprob_error"],
                 **_describe(*loads.get(address or "", (None, None))),
             )

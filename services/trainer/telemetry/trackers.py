@@ -325,6 +325,10 @@ class Position(msgspec.Struct, frozen=True):
     entries: int = 0
 
 
+def _identity(line: Line) -> tuple[object, ...]:
+    return line.kind, line.step, line.timeline, line.time
+
+
 class TrackerThread:
     """Sends tracker `name` the lines of `journal` that it lacks, `samples_shown` trajectories of each validation, and alarm pictures.
     `server` is the URL that its library calls; empty for a tracker that writes files."""
@@ -407,9 +411,10 @@ class TrackerThread:
         lines = [line for line in parse_lines(data, str(self._journal)) if line.kind != "retry"]
         rewound_to = min((line.step for line in lines if line.kind == "rewind"), default=None)
         if rewound_to is not None:
-            # lines of those steps are void, except for a validation of the version that was rewound to
+            # of those steps, lines are void, except for a validation of the version that was rewound to
             whole = parse_lines(read_bytes(self._journal)[:end], str(self._journal))
-            lines = [line for line in surviving(whole) if line.step >= rewound_to]
+            new = {_identity(line) for line in lines}
+            lines = [line for line in surviving(whole) if line.step >= rewound_to or _identity(line) in new]
         entries = [self._entry(number, line) for number, line in enumerate(lines, start=position.entries)]
         self._tracker.write(entries, rewound_to)
         self._save(Position(position.run_id, end, position.entries + len(entries)))

@@ -290,6 +290,20 @@ def test_a_tracker_that_stays_away_gets_its_lines_at_the_next_start(
     assert [entry.step for entry in written] == [0]
 
 
+def test_a_tracker_gets_what_it_lacks_of_the_steps_before_a_rewind(tmp_path: Path, journal: Journal) -> None:
+    written: list[TrackerEntry] = []
+    train(journal, 0, 0.0)
+    live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder(written)))
+    train(journal, 1, 0.0)
+    train(journal, 2, 0.0)
+    journal.append("rewind", 2, "u", {})
+    journal.append("validation", 0, "u", {"pending": 3.0})  # it ran beside training, and is lost
+    train(journal, 2, 1.0, "u")
+    live(thread_of(journal, tmp_path / "logs", lambda run_id: Recorder(written)))
+    assert [entry.step for entry in written] == [0, 1, 0, 2]
+    assert [entry.metrics.get("train/loss") for entry in written] == [0.0, 0.0, None, 1.0]
+
+
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
 def test_the_error_of_a_tracker_names_its_proxy(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tracker: str

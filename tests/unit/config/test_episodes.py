@@ -62,6 +62,24 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(env: dict[str, Any
         config(env)
 
 
+def test_replicas_that_validate_beside_training_answer_no_calls() -> None:
+    config({"game": {"type": "math"}}, trainer={"validation_replicas": 1})
+    with pytest.raises(
+        ValidationError, match=r"trainer\.validation_replicas 1 with an environment that has episodes \(game\).*to 0"
+    ):
+        config({"game": PROGRAM}, trainer={"validation_replicas": 1})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "replicas", "said"), [(1, 2, None), (1, 1, "all validate, and refits wait"), (3, 3, "2 validate")]
+)
+def test_one_replica_at_least_is_left_for_training(wanted: int, replicas: int, said: str | None) -> None:
+    warnings = config({}, trainer={"validation_replicas": wanted}, rollout={"replicas": replicas}).warnings
+    found = [warning for warning in warnings if f"trainer.validation_replicas {wanted}" in warning]
+    assert len(found) == (said is not None)
+    assert all(said is not None and said in warning for warning in found)
+
+
 def test_drop_refuses_episodes_and_the_others_take_them() -> None:
     for policy in ("ordered", "mask"):
         config({"game": PROGRAM}, grpo={"async_grpo": {"enabled": True, "staleness_policy": policy}})

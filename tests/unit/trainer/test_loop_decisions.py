@@ -18,6 +18,7 @@ from headrace_services.trainer.control.decisions import (
     LoopState,
     Plan,
     behind,
+    choose_validators,
     count_verified,
     decide,
     is_hopeless,
@@ -131,6 +132,26 @@ def test_training_goes_on_while_its_own_version_is_validated() -> None:
     running = {"version": 5, "validated": True, "validating": 5, "awaited_since": None}
     assert at(**running, reply=Reservation(5, (), ())) is Action.TRAIN
     assert at(**running) is Action.WAIT
+
+
+def test_a_validation_beside_training_holds_up_nothing_but_the_end() -> None:
+    beside = {"validating": 2, "validators": 1}
+    assert at(**beside, refitted=False, reply=None) is Action.REFIT
+    assert at(**beside, reply=None) is Action.RESERVE
+    assert at(**beside, reply=Reservation(3, (), ())) is Action.TRAIN
+    assert at(**beside, version=5, reply=None) is Action.SKIP_VALIDATION  # one validation at a time
+    end = {**beside, "version": 10, "saved": True}
+    assert at(**end, refitted=False) is Action.AWAIT_VALIDATION
+    assert at(**end) is Action.AWAIT_VALIDATION
+    assert at(**end, awaited_since=80.0) is Action.ABANDON_VALIDATION
+    assert at(**{**end, "validators": 0}) is Action.ABANDON_VALIDATION
+
+
+def test_a_validation_beside_training_ends_with_its_replicas_or_if_no_other_trains() -> None:
+    beside = {"validating": 2, "validators": 1}
+    assert at(**{**beside, "validators": 0}) is Action.ABANDON_VALIDATION
+    assert at(**beside, healthy=0) is Action.ABANDON_VALIDATION
+    assert at(**beside, healthy=0, refitted=False) is Action.REFIT  # the others get the newest weights
 
 
 def test_replicas_behind_are_refitted_while_there_is_no_batch() -> None:
@@ -247,15 +268,16 @@ fleets = st.integers(0, 3).flatmap(
     )
 )
 states = st.builds(
-    lambda fleet, **other: LoopState(**fleet, **other),
+    lambda fleet, validation, **other: LoopState(**fleet, **validation, **other),
     fleet=fleets,
+    validation=st.just({"validating": None})
+    | st.fixed_dictionaries({"validating": st.integers(0, 10), "validators": st.none() | st.integers(0, 2)}),
     now=st.just(100.0),
     stop=st.booleans(),
     version=st.integers(0, 10),
     saved=st.booleans(),
     refitted=st.booleans(),
     validated=st.booleans(),
-    validating=st.none() | st.integers(0, 10),
     awaited_since=st.none() | st.floats(0, 100),
     healthy_at=st.floats(0, 100),
     reply=st.sampled_from([None, Waiting(0, 2), Reservation(3, (), ()), End(0)]),
@@ -271,17 +293,21 @@ def test_nothing_is_trained_on_weights_that_the_fleet_was_not_offered(state: Loo
     if action is Action.TRAIN:
         assert state.refitted or not state.members
     if action is Action.REFIT and not state.refitted:
-        assert state.validating is None or not state.healthy
+        assert state.validating is None or not state.healthy or state.validators
     if action is Action.VALIDATE:
         assert state.healthy
         assert state.validating is None
+    if action in (Action.SKIP_VALIDATION, Action.ABANDON_VALIDATION):
+        assert state.validating is not None
     if action is Action.FINISH:
         assert state.validating is None
         assert state.saved or state.version == 0
 
 
-def replica(name: str, state: str, version: int, timeline: str = "now") -> Replica:
-    return Replica(name, state, version, timeline, {}, 0, 0.0)  # type: ignore[arg-type]
+def replica(
+    name: str, state: str, version: int, timeline: str = "now", leases: int = 0, *, validates: bool = False
+) -> Replica:
+    return Replica(name, state, version, timeline, {}, leases, 0.0, validates=validates)  # type: ignore[arg-type]
 
 
 def test_who_holds_a_version_and_who_is_behind() -> None:
@@ -292,6 +318,7 @@ def test_who_holds_a_version_and_who_is_behind() -> None:
         replica("new", "STALE", -1),
         replica("dead", "DEAD", 4),
         replica("quarantined", "QUARANTINED", -1),
+        replica("validates", "HEALTHY", 3, validates=True),
     ]
     assert count_verified(fleet, 4, "now") == 1
     assert behind(fleet, 4, "now") == ["old", "of another timeline", "new"]
@@ -314,6 +341,27 @@ def test_who_holds_a_version_and_who_is_behind() -> None:
 def test_one_that_pulls_works_under_older_weights(changes: dict[str, object], works: bool) -> None:
     it = msgspec.structs.replace(replica("far", "HEALTHY", 3), **{"pulls": True, **changes})
     assert may_work([it, replica("loading", "LOADING", -1)], 3, "now") is works
+
+
+def test_some_replicas_validate_and_one_at_least_goes_on_training() -> None:
+    fleet = [
+        replica("busy", "HEALTHY", 4, leases=9),
+        replica("idle", "HEALTHY", 4),
+        replica("less busy", "HEALTHY", 4, leases=2),
+        replica("old", "HEALTHY", 3),
+        replica("new", "STALE", -1),
+    ]
+    assert choose_validators(fleet, (), 0, 4, "now") == []
+    assert choose_validators(fleet, (), 1, 4, "now") == ["idle"]
+    assert choose_validators(fleet, (), 9, 4, "now") == ["idle", "less busy"]
+    assert choose_validators(fleet, (), 1, 3, "now") == []
+    assert choose_validators(fleet, (), 1, 4, "before") == []
+    pulls = [msgspec.structs.replace(each, pulls=True) for each in fleet]
+    assert choose_validators([*fleet[:1], *pulls[1:]], (), 1, 4, "now") == []  # they take newer weights by themselves
+    # of two that were chosen one is gone
+    assert choose_validators(fleet, {"idle", "gone"}, 2, 4, "now") == ["less busy"]
+    assert choose_validators(fleet, {"idle", "less busy"}, 2, 4, "now") == []
+    assert choose_validators(fleet, {"idle", "less busy"}, 3, 4, "now") == []
 
 
 def test_a_replica_that_keeps_refusing_is_tried_less_often() -> None:

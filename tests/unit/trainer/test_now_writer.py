@@ -32,7 +32,7 @@ STATS: dict[str, Any] = {
     "replicas": [
         {
             "id": "r1", "state": "HEALTHY", "version": 4, "leases": 3, "seen_s_ago": 0.5, "reason": "", "logprob_error": None,
-            "info": {"url": "http://there:1", "device": "cpu"},
+            "validates": False, "info": {"url": "http://there:1", "device": "cpu"},
         }
     ],
     "runners": [{"id": "a1", "alive": True, "leases": 2, "seen_s_ago": 0.1, "info": {}}],
@@ -215,7 +215,10 @@ def test_the_state_has_what_pages_and_hubs_say() -> None:
     # a replica that was started again counts from 0
     again = {"http://there:1": (load(10.0, tokens=7), load(12.0))}
     (replica,) = assemble(STATS, again, {}, [], 0.0).replicas
-    assert (replica.tokens_per_s, replica.queue) == (None, 7)
+    assert (replica.tokens_per_s, replica.queue, replica.reason) == (None, 7, None)
+    validating = STATS | {"replicas": [STATS["replicas"][0] | {"validates": True}]}
+    (replica,) = assemble(validating, {}, {}, [], 0.0).replicas
+    assert replica.reason == "validates beside training"
 
 
 @pytest.mark.parametrize(("changes", "token"), [({"bytes": 100}, "replay.max_bytes"), ({"full": 7}, "maxmemory")])

@@ -26,7 +26,7 @@ def test_each_action_goes_into_the_part_of_its_name() -> None:
         learner={"policy_training": 512.0},
         buffer_starvation=spent[Action.WAIT] + spent[Action.RESERVE],
         refit_bubble=spent[Action.REFIT] + spent[Action.OFFER],
-        validation=spent[Action.AWAIT_VALIDATION] + spent[Action.VALIDATE] + spent[Action.ABANDON_VALIDATION],
+        validation=sum(spent[action] for action in Action if "VALID" in action.name),
         checkpoint=spent[Action.CHECKPOINT] + spent[Action.SNAPSHOT],
         awaiting_scores=0.5,
     )

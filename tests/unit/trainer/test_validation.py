@@ -103,12 +103,45 @@ async def test_the_time_to_read_and_report_results_is_the_validations() -> None:
     )
     stand_ins: list[Any] = [context, recorder, SimpleNamespace(add_metrics=lambda *_: None)]
     validations = Validations(Config(), stand_ins[0], "t", stand_ins[1], stand_ins[2], [])
-    await validations.poll()
+    await validations.poll([])
     assert spent == []
-    running: Any = Running(version=0, metrics=lambda: summarize([], 0, 0), failures=dict, failed=[], evaluated=[])
+    running: Any = Running(
+        version=0, validators=frozenset(), metrics=lambda: summarize([], 0, 0), failures=dict, failed=[], evaluated=[]
+    )
     validations.running = running
-    await validations.poll()
+    await validations.poll([])
     running.complete = True
-    await validations.poll()
+    await validations.poll([])
     assert spent == [(Action.AWAIT_VALIDATION, 2.0), (Action.AWAIT_VALIDATION, 6.0)]
     assert validations.running is None
+
+
+async def test_what_was_skipped_beside_training_is_said_after_what_ran_in_the_order_of_versions() -> None:
+    published: list[tuple[int, dict[str, float]]] = []
+
+    async def publish(kind: str, version: int, metrics: dict[str, float]) -> None:
+        published.append((version, metrics))
+
+    async def nothing(*_: object) -> None:
+        return
+
+    context = SimpleNamespace(
+        clock=lambda: 0.0,
+        telemetry=SimpleNamespace(report_validation=nothing),
+        prompts=SimpleNamespace(left_out=[], validation=lambda version: [group("a", 1), group("b", 1)]),
+    )
+    stand_ins: list[Any] = [context, SimpleNamespace(publish=publish), SimpleNamespace(add_metrics=lambda *_: None)]
+    validations = Validations(Config(), stand_ins[0], "t", stand_ins[1], stand_ins[2], [])
+    running: Any = SimpleNamespace(
+        version=2, metrics=lambda: summarize([], 2, 0), failures=dict, failed=[], evaluated=[]
+    )
+    validations.running = running
+    for version in (4, 6):
+        await validations.skip(version)
+        assert validations.has_begun(version)
+    assert published == []
+    running.abandon = nothing
+    await validations.abandon("why not")
+    none = {"evaluated": 0, "failed": 0, "pending": 2}
+    assert [(version, metrics["failed"]) for version, metrics in published] == [(2, 2), (4, 0), (6, 0)]
+    assert published[1:] == [(4, none), (6, none)]
