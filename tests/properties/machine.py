@@ -147,6 +147,8 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
     def a_replica_validates_beside_training(self, steps: int, prompts: int, most: int, waited: bool, then: str) -> None:
         """It keeps the version, and the others train on. `waited`: it got less than it asked for before. `then`: what becomes of what it
         holds."""
+        if self.model.validation > self.model.next_step:
+            self.some_steps(1, False)  # one of this version has been given up
         version = self.model.next_step
         if self.model.validation > version:
             return
