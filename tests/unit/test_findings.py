@@ -214,7 +214,7 @@ def test_as_many_replicas_are_named_as_keep_pace_with_training(states: list[str]
     assert f"rollout.replicas={named}" in " ".join(each.remedy for each in found if "generation" in each.title)
 
 
-def test_what_validations_hold_up_may_run_beside_training_on_a_replica_of_several() -> None:
+def test_validations_that_hold_up_training_may_run_beside_it() -> None:
     steps = lines(*[{**WELL, part("validation"): 5.0, TOTAL: 15.0}] * 10)
     for replicas, wanted, told in ((1, 0, False), (2, 0, True), (2, 1, False)):
         of = config({**ASYNC, "rollout": {"replicas": replicas}, "trainer": {"validation_replicas": wanted}})

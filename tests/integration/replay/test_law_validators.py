@@ -87,9 +87,7 @@ async def test_law_2_a_validator_keeps_the_version_until_all_is_evaluated(
     assert await leased(replay, first) != []
 
 
-async def test_law_6_validators_lease_the_validation_and_others_the_training(
-    replay: ReplayClient, fleet: list[str]
-) -> None:
+async def test_law_6_validators_lease_validations_others_training(replay: ReplayClient, fleet: list[str]) -> None:
     first, second, _ = fleet
     held = await replay.lease(first, 1)  # from before
     await validate(replay, 0, [first])
@@ -134,9 +132,7 @@ async def test_law_6_another_validator_goes_on_with_what_a_dead_one_held(
         await replay.push(lease, make_trajectory(lease, 0))
 
 
-async def test_law_4_only_those_that_hold_the_version_are_named_and_a_late_call_names_nobody(
-    replay: ReplayClient, fleet: list[str]
-) -> None:
+async def test_law_4_holders_of_the_version_are_named_once(replay: ReplayClient, fleet: list[str]) -> None:
     first, second, _ = fleet
     timeline = (await replay.state()).timeline
     await validate(replay, 1, fleet)  # which none holds

@@ -76,7 +76,7 @@ def ends(line: Line) -> tuple[float, ...]:
     return tuple(line.metrics[name] for name in ("evaluated", "failed", "pending"))
 
 
-async def test_law_2_training_goes_on_while_a_version_is_measured_and_the_result_is_that_versions(
+async def test_law_2_a_result_is_of_its_version_while_training_goes_on(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     trainer.settings["grpo"]["max_num_steps"] = 6
@@ -112,7 +112,7 @@ async def test_law_2_training_goes_on_while_a_version_is_measured_and_the_result
     assert trainer.checkpoints().state(6).metrics["val:accuracy"] == accuracy[6]
 
 
-async def test_law_6_another_replica_of_the_version_takes_over_from_a_dead_validator(
+async def test_law_6_a_dead_validators_groups_go_to_another_of_its_version(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     fleet = Fleet(replay, tiny_model, 3)
@@ -128,7 +128,7 @@ async def test_law_6_another_replica_of_the_version_takes_over_from_a_dead_valid
     assert [ends(line) for line in validations(trainer).values()] == 3 * [(EVALUATED, 0, 0)]
 
 
-async def test_law_7_a_validation_whose_version_nobody_holds_any_more_is_said_to_be_lost(
+async def test_law_7_a_validation_of_a_version_without_replica_is_lost(
     trainer: Trainer, replay: ReplayClient, tiny_model: Path
 ) -> None:
     fleet = Fleet(replay, tiny_model, 2)

@@ -147,7 +147,7 @@ def test_a_validation_beside_training_holds_up_nothing_but_the_end() -> None:
     assert at(**{**end, "validators": 0}) is Action.ABANDON_VALIDATION
 
 
-def test_a_validation_beside_training_ends_with_its_replicas_or_if_no_other_trains() -> None:
+def test_a_validation_ends_with_its_replicas_or_if_no_other_trains() -> None:
     beside = {"validating": 2, "validators": 1}
     assert at(**{**beside, "validators": 0}) is Action.ABANDON_VALIDATION
     assert at(**beside, healthy=0) is Action.ABANDON_VALIDATION

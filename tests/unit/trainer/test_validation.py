@@ -116,7 +116,7 @@ async def test_the_time_to_read_and_report_results_is_the_validations() -> None:
     assert validations.running is None
 
 
-async def test_what_was_skipped_beside_training_is_said_after_what_ran_in_the_order_of_versions() -> None:
+async def test_skipped_validations_are_said_in_the_order_of_versions() -> None:
     published: list[tuple[int, dict[str, float]]] = []
 
     async def publish(kind: str, version: int, metrics: dict[str, float]) -> None:
