@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from redis.asyncio import Redis
 
-from headrace.records.trajectory import Group, Sampling
-from headrace.replay import Limits, ReplayClient
+from headrace.records.trajectory import Group, Sampling, Span, Trajectory
+from headrace.replay import Lease, Limits, ReplayClient
 from headrace_services.replay.embedded import EmbeddedServer
 from tests.support.redis_servers import buffer_server
 
@@ -60,6 +60,24 @@ def group(order: int, generations: int, max_new_tokens: int) -> Group:
         dataset_index=order,
         n=generations,
         sampling=Sampling(1.0, max_new_tokens),
+    )
+
+
+def trajectory(lease: Lease, index: int, spans: Sequence[Span]) -> Trajectory:
+    """One whose completion is as long as its spans."""
+    length = spans[-1].end
+    return Trajectory(
+        group_id=lease.group.id,
+        attempt=lease.attempt,
+        index=index,
+        prompt_token_ids=lease.group.prompt_token_ids,
+        completion_token_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.full(length, -0.5, dtype=np.float32),
+        loss_mask=np.ones(length, dtype=np.uint8),
+        spans=tuple(spans),
+        finish_reason="stop",
+        text="",
+        replica="benchmark",
     )
 
 

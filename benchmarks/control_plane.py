@@ -30,10 +30,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.buffer import describe_calls, group, limits, server, usage
+from benchmarks.buffer import describe_calls, group, limits, server, trajectory, usage
 from benchmarks.fleet import PROBE
 from headrace.records.score import Score
-from headrace.records.trajectory import Call, EpisodeTrajectory, Span, Trajectory
+from headrace.records.trajectory import Call, EpisodeTrajectory, Span
 from headrace.replay import Lease, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace.replay.records import EnvironmentLimits
@@ -148,7 +148,9 @@ class Load:
         await self._timed("heartbeat", client.heartbeat(name, [lease.token for lease in leases]))
         for lease in leases:
             for index in range(GENERATIONS):
-                await self._timed("push", client.push(lease, trajectory(lease, index, name)))
+                await self._timed(
+                    "push", client.push(lease, trajectory(lease, index, [Span(lease.version, 0, TOKENS)]))
+                )
 
     async def _replay_runner(self, name: str, client: ReplayClient) -> None:
         """Open as many episodes as this runner has places for, play all of them at once, and end them."""
@@ -204,22 +206,6 @@ class Load:
 
     async def _together(self, calls: Iterable[Awaitable[T]]) -> Sequence[T]:
         return await asyncio.gather(*calls)
-
-
-def trajectory(lease: Lease, index: int, replica: str) -> Trajectory:
-    return Trajectory(
-        group_id=lease.group.id,
-        attempt=lease.attempt,
-        index=index,
-        prompt_token_ids=lease.group.prompt_token_ids,
-        completion_token_ids=np.arange(TOKENS, dtype=np.int32),
-        logprobs=np.full(TOKENS, -0.5, dtype=np.float32),
-        loss_mask=np.ones(TOKENS, dtype=np.uint8),
-        spans=(Span(lease.version, 0, TOKENS),),
-        finish_reason="stop",
-        text="",
-        replica=replica,
-    )
 
 
 def call(number: int, version: int) -> Call:

@@ -38,7 +38,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.buffer import describe_calls, group, limits, server, usage
+from benchmarks.buffer import describe_calls, group, limits, server, trajectory, usage
 from headrace.records.score import Score
 from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, ReplayClient, Reservation, ScoringJob
@@ -297,26 +297,15 @@ class Fleet:
         last = bisect.bisect_left(self._began_at, end) - 1
         cuts = [round((self._began_at[v] - start) / (end - start) * length) for v in range(first + 1, last + 1)]
         edges = [0, *cuts, length]
-        spans = tuple(Span(first + i, a, b) for i, (a, b) in enumerate(itertools.pairwise(edges)) if b > a)
-        return Trajectory(
-            group_id=lease.group.id,
-            attempt=lease.attempt,
-            index=index,
-            prompt_token_ids=lease.group.prompt_token_ids,
-            completion_token_ids=np.arange(length, dtype=np.int32),
-            logprobs=np.full(length, -0.5, dtype=np.float32),
-            loss_mask=np.ones(length, dtype=np.uint8),
-            spans=spans,
-            finish_reason="stop",
-            text="",
-            replica="fleet",
+        return trajectory(
+            lease, index, [Span(first + i, a, b) for i, (a, b) in enumerate(itertools.pairwise(edges)) if b > a]
         )
 
     def _note(self, batch: Reservation, trajectories: Sequence[Trajectory]) -> None:
-        for trajectory in trajectories[::GENERATIONS]:
-            self.figures.trained.append(self._lengths[trajectory.group_id])
-            self.figures.ages[batch.step - trajectory.oldest_version] += 1
-            for span in trajectory.spans:
+        for each in trajectories[::GENERATIONS]:
+            self.figures.trained.append(self._lengths[each.group_id])
+            self.figures.ages[batch.step - each.oldest_version] += 1
+            for span in each.spans:
                 age, tokens = batch.step - span.version, span.end - span.start
                 self.figures.tokens += tokens
                 if self._policy == "mask" and age > self.age:
