@@ -243,7 +243,7 @@ def show(
         version = "none" if replica.version < 0 else str(replica.version)
         seen = f"{replica.seen_s_ago:.0f} s ago"
         error = "" if replica.logprob_error is None else f"{replica.logprob_error:.4g}"
-        life = f"{replica.state}, validates" if replica.validates else replica.state
+        life = ", ".join([replica.state, *["validates"] * replica.validates, *["pulls"] * replica.pulls])
         row = (replica.id, life, version, str(replica.leases), error, seen, _address(replica))
         table.add_row(*map(cell, row))
     console.print(table if replicas else "no replica has joined")

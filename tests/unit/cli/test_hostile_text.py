@@ -59,11 +59,13 @@ def test_status() -> None:
         info={"url": HOSTILE},
         reason="its refit failed",
         logprob_error=1.25,
+        pulls=True,
     )
     runner = Runner(id=HOSTILE, alive=True, leases=0, seen_s_ago=0.0, info={"url": HOSTILE})
     show_status(out, state, [replica], [runner], read_meters({}), None)
     assert harmless(out.getvalue())
     assert f"quarantined   {SHOWN}: its refit failed\n" in out.getvalue()
+    assert "QUARANTINED, pulls" in out.getvalue()
     assert " 1.25 " in out.getvalue()
 
 
