@@ -32,7 +32,7 @@ MINE = [
     {"name": "exact_two", "image": "registry.example/exact:1", "port": 50400, "resources": RESOURCES},
     {"name": "mine", "image": "registry.example/mine:2", "attached": True, "resources": RESOURCES},
 ]
-GIVEN = frozenset({"tokens", "bucket", "keys", "ca", "my-runs", "shared-models"}) | {
+GIVEN = frozenset({"tokens", "bucket", "reader", "keys", "ca", "my-runs", "shared-models"}) | {
     f"my-{component}-{kind}"
     for component in ("redis", "replay", "reward", "rollout", "trainer", "page")
     for kind in ("tls", "credentials")
