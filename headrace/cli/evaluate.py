@@ -102,7 +102,6 @@ def evaluate(
         now=datetime.datetime.now(),
     )
     refuse_ignored(overrides or (), asked, evaluation)
-    check_engine("eval")
     check(evaluation)
     ask(evaluation, found)
     files = SampleFiles.of(evaluation)

@@ -243,7 +243,9 @@ def show(
         version = "none" if replica.version < 0 else str(replica.version)
         seen = f"{replica.seen_s_ago:.0f} s ago"
         error = "" if replica.logprob_error is None else f"{replica.logprob_error:.4g}"
-        life = ", ".join([replica.state, *["validates"] * replica.validates, *["pulls"] * replica.pulls])
+        # no replica does both: one that pulls is never a validator
+        does = "validates" if replica.validates else "pulls" if replica.pulls else ""
+        life = ", ".join(filter(None, (replica.state, does)))
         row = (replica.id, life, version, str(replica.leases), error, seen, _address(replica))
         table.add_row(*map(cell, row))
     console.print(table if replicas else "no replica has joined")

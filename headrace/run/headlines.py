@@ -19,9 +19,9 @@ def accuracy_name(metrics: Mapping[str, float]) -> str:
 
 
 def incomplete(metrics: Mapping[str, float]) -> str:
-    """Return what a validation lacks, as the end of a sentence; empty for one that is complete."""
+    """Return what a validation lacks that was given up, lost or skipped; empty for one that is complete."""
     pending = metrics.get("pending", 0.0)
-    return f"given up with {pending:.0f} prompts that have no result" if pending else ""
+    return f"{pending:.0f} prompts have no result" if pending else ""
 
 
 def alarms(step: int, metrics: Mapping[str, float], only: Collection[str] = ALARMS) -> list[str]:

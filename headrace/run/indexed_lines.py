@@ -72,7 +72,7 @@ def find_lines(file: IO[bytes], key: Key | str, shorten: Shorten | None = None) 
         if begin + member_bytes > whole:
             raise EOFError("the file ends in a member")
         if any(key in (each, each[0]) for each in keys):
-            short = _shorten(file, member_bytes, shorten) if shorten is not None and len(keys) == 1 else None
+            short = _read_short(file, member_bytes, shorten) if shorten is not None and len(keys) == 1 else None
             if short is None:
                 file.seek(begin)
                 yield from gzip.decompress(head + listed + file.read(member_bytes)).splitlines(keepends=True)
@@ -81,7 +81,7 @@ def find_lines(file: IO[bytes], key: Key | str, shorten: Shorten | None = None) 
         file.seek(begin + member_bytes)
 
 
-def _shorten(file: IO[bytes], member_bytes: int, shorten: Shorten) -> bytes | None:
+def _read_short(file: IO[bytes], member_bytes: int, shorten: Shorten) -> bytes | None:
     """Return what `shorten` makes of the line of a member, from whose header's end the file is read; None for nothing."""
     unpacker, begun, part = zlib.decompressobj(wbits=-zlib.MAX_WBITS), b"", _PART_BYTES
     while member_bytes > 0:

@@ -150,7 +150,7 @@ def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Pa
 def test_a_validation_without_all_its_results_is_never_told_as_a_zero(tmp_path: Path) -> None:
     lost = {"evaluated": 0.0, "failed": 0.0, "pending": 3.0}
     newest = [("2-0", "validation", 12, lost), ("1-0", "validation", 10, {"accuracy": 0.5, "pending": 0.0})]
-    said = "given up with 3 prompts that have no result"
+    said = "3 prompts have no result"
     assert progress(newest, tmp_path) == [("validation", f"step 12: {said}"), ("validation", "step 10: accuracy 0.500")]
     console = Console(file=io.StringIO(), width=400)
     LineDisplay(console).metrics("validation", 12, lost)
