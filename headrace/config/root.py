@@ -102,7 +102,7 @@ class Config(Section):
         _check_leases(self)
         if self.rollout.weights_from == "store" and self.checkpointing.store is None:
             raise ValueError(
-                "rollout.weights_from is store, and there is none; set checkpointing.store to that of the trainer"
+                "rollout.weights_from is store, and checkpointing.store names none; set it to that of the trainer"
             )
         _check_collective_timeout(self)
         for source in self.data.sources:
