@@ -26,7 +26,7 @@ from headrace.replay import Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from tests.support import forks, requirements
 from tests.support.buffer import LIMITS
-from tests.support.fork_server import TESTS, folder_of_sockets
+from tests.support.fork_server import FORK_HANDLERS, TESTS, folder_of_sockets
 from tests.support.redis_servers import buffer_server
 
 # before torch is imported: a second thread on a busy core makes both slower
@@ -76,14 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _fork_beside_grpc() -> None:
-    """Have gRPC leave forks of this process alone. It starts its threads anew in the fork, between `fork` and `exec`, and these abort at
-    random (grpc/grpc#43055). Only a process that has servers or channels of gRPC and uses `preexec_fn` meets that: these tests, none of
-    the services."""
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    import grpc
+    """Have gRPC leave forks of this process alone."""
+    os.environ[FORK_HANDLERS] = "0"
+    import grpc  # noqa: F401 - it reads the variable now
 
-    grpc.insecure_channel("127.0.0.1:1").close()  # it reads the variable now, and never again
-    del os.environ["GRPC_ENABLE_FORK_SUPPORT"]  # the processes that tests start have the defaults
+    del os.environ[FORK_HANDLERS]  # the processes that tests start have the defaults
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -56,6 +56,10 @@ IMPORTS = {
     ),
     "scorer": ("tests.support.warm_scorers",),
 }
+# gRPC's handlers of a fork start its threads anew in it, between `fork` and `exec`, and these abort at random (grpc/grpc#43055). It reads
+# the variable when it is imported, and never again; only a process with servers or channels that uses `preexec_fn` meets that: one of the
+# tests, none of the services.
+FORK_HANDLERS = "GRPC_ENABLE_FORK_SUPPORT"
 TESTS = "TEST_RUN_PID"  # a variable: the process that started the tests, with which the servers end
 # Before a request, which is `target, arguments, environ`; and its answers: the process id, then what `os.waitpid` says of its end.
 NUMBER = struct.Struct("!I")

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from filelock import FileLock
 
-from tests.support.fork_server import NUMBER, TESTS, folder_of_sockets
+from tests.support.fork_server import FORK_HANDLERS, NUMBER, TESTS, folder_of_sockets
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,7 +143,7 @@ def _start(kind: str, path: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.support.fork_server", kind, str(path), os.environ[TESTS]],
             # it imports what is installed, not what the process that asks for it has in its place
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), FORK_HANDLERS: "0"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
