@@ -323,16 +323,17 @@ class Checkpoints:
         continued = min(read_ledger(snapshot), default=None) == published
         return continued and state.timeline == folders.find_timeline(folders.read_chain(self._folder), state.version)
 
-    def adopt(self, snapshot: Path) -> None:
-        """Turn a complete snapshot, to which the checkpoints lead, into the newest of them. Raises as `publish` does.
+    def adopt(self, version: int, copy: Callable[[Path], None]) -> None:
+        """Turn a complete snapshot of `version`, to which the checkpoints lead, into the newest of them. `copy` gets the folder for its
+        files. Raises as `publish` does.
 
         This has a timeline of its own. The trainer that made the snapshot may only be frozen; from here on it publishes nothing more, and
         has no part in the folder that becomes the checkpoint.
         """
-        timeline, version = f"snapshot-{secrets.token_hex(8)}", read_state(snapshot).version
+        timeline = f"snapshot-{secrets.token_hex(8)}"
         with disk_errors(self._folder):
             folders.append_start(self._folder, Start(timeline, version))
-            shutil.copytree(snapshot, self.begin(version, timeline), dirs_exist_ok=True)
+        copy(self.begin(version, timeline))
         self._complete(version, timeline)
 
     def _complete(self, version: int, timeline: str, keep: Collection[int] = ()) -> Path:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,13 @@ def load_training(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> Tra
             f"checkpoint {folder.parent}: its training state can't be read ({error!r}); remove it to continue from an earlier checkpoint"
         ) from error
     return state
+
+
+def missing_parts(folder: Path, files: Collection[str]) -> list[str]:
+    """Return which of the ranks' files are not among `files`, the names of all that there are. `folder` has the `state.json` that
+    `snapshot_training` wrote."""
+    ranks = msgspec.json.decode((folder / _STATE).read_bytes(), type=TrainingState).ranks
+    return sorted({_file(rank, ranks) for rank in range(ranks)} - {*files})
 
 
 def _file(rank: int, ranks: int) -> str:
