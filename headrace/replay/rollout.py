@@ -94,6 +94,10 @@ class RolloutClient(LeaseClient):
             errors: Sequence[Exception | None]
             try:
                 errors = await self.push_many([(lease, trajectory) for lease, trajectory, _ in batch])
+            except asyncio.CancelledError:  # the client is closed
+                for *_, pushed in (*batch, *self._to_push):
+                    pushed.cancel()
+                raise
             except Exception as failure:  # noqa: BLE001  # every push of the batch raises it
                 errors = [failure] * len(batch)
             for (*_, pushed), error in zip(batch, errors, strict=True):

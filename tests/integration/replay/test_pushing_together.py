@@ -80,6 +80,10 @@ async def test_closed_it_ends_a_call_that_is_under_way(replay: ReplayClient) -> 
     async with contextlib.aclosing(away(replay)) as client:
         one = asyncio.create_task(client.push(lease, make_trajectory(lease, 0)))
         await asyncio.sleep(0)
-        one.cancel()
-        await asyncio.gather(one, return_exceptions=True)
+        await asyncio.sleep(0)  # its call is under way
+        later = asyncio.create_task(client.push(lease, make_trajectory(lease, 1)))
+        await asyncio.sleep(0)
+    for each in (one, later):
+        with pytest.raises(asyncio.CancelledError):
+            await each
     assert asyncio.all_tasks() == before
