@@ -31,10 +31,10 @@ import shutil
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pyroaring import BitMap
 
 from headrace.base.errors import Restartable, ServiceError
@@ -140,15 +140,6 @@ class CheckpointState(BaseModel):
     run_id: str
     prompts: str | None = None
     metrics: dict[str, float] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_this_build(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and "trained" in fields:
-            raise ValueError(
-                "an older build wrote it, with a ledger that this build can't read; finish the run with that build"
-            )
-        return fields
 
 
 def write_state(
