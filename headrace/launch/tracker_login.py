@@ -1,7 +1,7 @@
-"""Whether a tracker's server would take a run's metrics now, asked before the run starts.
+"""Whether a tracker would get a run's metrics now, asked before the run starts.
 
-The tracker's library says so, in a process of its own: in a terminal it would ask for a key, it takes seconds to import, and some of it
-runs on.
+The library of one with a server says so, in a process of its own: in a terminal it would ask for a key, it takes seconds to import, and
+some of it runs on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from headrace.base.addresses import url_through_proxy
 from headrace.config.in_yaml import without_password
@@ -23,6 +24,10 @@ _BRIEFLY = {"WANDB_SILENT": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLF
 
 def find_problems(logger: LoggerConfig) -> Iterator[str]:
     """Yield a warning for each enabled tracker that would not get the metrics now. Its library is there."""
+    folder = Path(logger.tensorboard.log_dir or ".").absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if logger.tensorboard_enabled and not (there.is_dir() and os.access(there, os.W_OK)):
+        yield f"logger.tensorboard.log_dir {logger.tensorboard.log_dir}: {there} is no folder that can be written to; name another"
     if logger.wandb_enabled and (problem := _ask("wandb")):
         yield f"logger.wandb_enabled: {problem}; WANDB_MODE=offline writes files on purpose"
     server = logger.mlflow.server or ""

@@ -214,6 +214,8 @@ def test_what_is_named_and_not_there_is_said_before_anything_starts(
         ({"WANDB_MODE": "offline"}, ["logger.wandb_enabled=true"], None),
         ({"WANDB_API_KEY": "a" * 40}, ["logger.wandb_enabled=true"], None),
         ({}, ["logger.mlflow_enabled=true"], None),  # into a file
+        ({}, ["logger.tensorboard_enabled=true"], None),
+        ({}, ["logger.tensorboard_enabled=true", "logger.tensorboard.log_dir=/dev/null/a"], "/dev/null is no folder"),
         (
             {"MLFLOW_TRACKING_URI": "http://me:canary@{}"},
             ["logger.mlflow_enabled=true"],
