@@ -348,7 +348,7 @@ class CheckpointingConfig(Section):
     metric_name: MayChange[str | None] = Field(
         "val:accuracy", pattern=r"^(val|train):.+$", description="null keeps the newest"
     )
-    higher_is_better: MayChange[bool] = True
+    higher_is_better: MayChange[bool] = Field(True, description="of metric_name; without effect where that is null")
     save_optimizer: Fixed[bool] = True
 
     @property

@@ -28,6 +28,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -372,7 +373,7 @@ class Checkpoints:
                 removed.mkdir()
                 self.require_newest(timeline)
                 self.path(version).rename(removed / "checkpoint")  # no reader must find half of it under its name
-                shutil.rmtree(removed)
+                self._discard(removed, timeline)
 
     def _metrics(self, timeline: str) -> dict[int, dict[str, float]]:
         """Return the metrics of every published checkpoint."""
@@ -448,7 +449,18 @@ class Checkpoints:
     def _remove_remains(self, timeline: str) -> None:
         names = [path.name for path in self._folder.glob(".unfinished-*")]
         for name in folders.removable(folders.read_chain(self._folder), timeline, names):
-            shutil.rmtree(self._folder / name)
+            self._discard(self._folder / name, timeline)
+
+    def _discard(self, path: Path, timeline: str) -> None:
+        """Remove an unfinished folder. What can't be removed now (on NFS, what somebody has open) loses the name that its trainer knows.
+        Each later checkpoint and start tries again."""
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            self.require_newest(timeline)  # else a successor has removed it
+            log.warning("%s can't be removed now (%s); the next checkpoint tries again", path, error)
+            if path.exists() and not path.name.startswith(folders.DISCARDED):
+                path.rename(self._folder / f"{folders.DISCARDED}{time.time_ns()}-{timeline}")
 
 
 def _damage(folder: Path, version: int) -> str | None:

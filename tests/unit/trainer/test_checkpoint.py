@@ -1,3 +1,4 @@
+import errno
 import io
 import itertools
 import os
@@ -378,6 +379,32 @@ def test_a_trainer_that_wakes_after_its_successor_is_harmless(tmp_path: Path, ca
     new.publish(of("new", 6), {})
     assert new.find_published() == [6]
     assert (new.path(6) / "policy" / "weights").read_text() == "6 in .unfinished-step_6-new"
+
+
+def test_what_cant_be_removed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, a folder with a file that somebody has open is never empty."""
+    remove = shutil.rmtree
+
+    def keep(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    def remains() -> list[str]:
+        return [path.name for path in tmp_path.glob(".unfinished-*")]
+
+    monkeypatch.setattr(shutil, "rmtree", keep)
+    old, new = (Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=1)) for _ in range(2))
+    old.start("old", 0)
+    save(old, "old", 2, 4)
+    half = old.begin(6, "old")
+    assert old.find_published() == [4]
+    new.start("new", 4)
+    assert not half.exists(), "a trainer that is only frozen could complete it"
+    assert len(remains()) == 2
+    save(new, "new", 6)
+    assert len(remains()) == 3
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    save(new, "new", 8)
+    assert remains() == []
 
 
 class FrozenInPublish(Checkpoints):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.loss import LossConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
+from headrace.records.score import Score
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms.statistics import token_metrics, whiten
 from headrace_services.trainer.learning.batch import Batch, Float64
@@ -136,6 +138,16 @@ def test_gdpo_gives_no_advantage_where_components_are_equal() -> None:
     batch = made([0.0] * 6, n=3, components={"correct": 0.1, "format": 0.7})
     found = estimates(batch, configured(GRPOAdvEstimatorConfig(name="gdpo"), n=3))
     np.testing.assert_array_equal(np.concatenate(found.advantages), np.zeros(18))
+
+
+def test_gdpo_gives_no_advantage_where_components_cancel() -> None:
+    values = [0.1, 0.7, 0.35, 0.2, 0.9, 0.3]
+    components = [{"correct": value, "format": 1 - value} for value in values]
+    whole = dataclasses.replace(
+        made(values, n=3), scores=[Score("SCORED", 0.0, components=each) for each in components]
+    )
+    found = estimates(whole, configured(GRPOAdvEstimatorConfig(name="gdpo"), n=3))
+    assert np.abs(np.concatenate(found.advantages)).max() < 1e-6
 
 
 @LOSSES

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace_services.trainer.learning.algorithms.statistics import (
+    ROUNDING,
     all_equal,
     baseline_metrics,
     baselines,
@@ -85,6 +86,19 @@ def test_one_odd_reward_never_makes_an_advantage_of_thousands(leave_one_out: boo
     assert np.abs(found).max() <= n**0.5
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "alike",
+    [[0.1 + 0.2, 0.3, 0.3, 0.3], [float(np.float32(0.1) + np.float32(0.7)), 0.8, 0.8, 0.8], [1e9 + 1e-6, 1e9, 1e9]],
+)
+def test_rewards_that_differ_by_rounding_are_equal(leave_one_out: bool, alike: list[float]) -> None:
+    """Beside an odd one, the first of these made an advantage of 600,000."""
+    for rewards in (alike, [*alike, 2 * alike[0]]):
+        found = group_advantages(np.array([rewards]), leave_one_out=leave_one_out, normalize=True)
+        assert np.abs(found).max() <= max(2 * alike[0], len(rewards) ** 0.5)
+    assert np.abs(group_advantages(np.array([alike]), leave_one_out=leave_one_out, normalize=True)).max() < 1e-6
+
+
 @given(rewards=rewards)
 def test_whole_group_advantages_sum_to_zero(rewards: list[list[float]]) -> None:
     found = group_advantages(np.array(rewards), leave_one_out=False, normalize=True)
@@ -101,7 +115,7 @@ def test_matches_numpy_of_each_trajectory_s_peers(leave_one_out: bool, rewards: 
             peers = np.delete(row, i) if leave_one_out else row
             std = peers.std(ddof=1) if len(peers) > 1 and len(set(peers)) > 1 else 0.0
             expected = row[i] - (peers[0] if len(set(peers)) == 1 else peers.mean())
-            if std > 0:
+            if std > ROUNDING * np.abs(peers).max():
                 expected /= std + 1e-6
             np.testing.assert_allclose(advantage, expected, rtol=1e-6, atol=1e-6)
 
