@@ -15,7 +15,10 @@ from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.loss import LossConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
 from headrace.records.score import Score
+from headrace_services.trainer.distributed.ranks import Ranks
+from headrace_services.trainer.learning.algorithms.statistics import token_metrics, whiten
 from headrace_services.trainer.learning.batch import Batch, Float64
+from tests.support.trainer import batch, trajectory
 from tests.unit.trainer.advantage_cases import (
     KL,
     NO_KL,
@@ -236,6 +239,24 @@ def test_what_hardly_varies_is_not_blown_up() -> None:
         check(estimates(batch, configured(estimator)).advantages, [[found], [-found]])
     for name in ("raw_reward", "gae"):
         check(estimates(tiny, configured(PPOAdvEstimatorConfig(name=name))).advantages, [[0.01], [-0.01]])
+
+
+def test_trajectories_that_do_not_count_are_not_whitened_with() -> None:
+    """Whatever their tokens are."""
+    three = [trajectory([1], [2, 3], group=str(place)) for place in range(3)]
+    tokens = np.array([1.0, 2.0, 3.0, 4.0, np.nan, np.inf])
+    found = whiten(batch(three, multipliers=[1.0, 1.0, 0.0]), tokens, Ranks(), unbiased=True)
+    expected = whiten(batch(three[:2]), tokens[:4], Ranks(), unbiased=True)
+    assert expected.std(ddof=1) == pytest.approx(1)
+    np.testing.assert_array_equal(found[:4], expected)
+
+
+@pytest.mark.parametrize(("tokens", "std"), [([], 0.0), ([3.0], 0.0), ([3.0, 5.0], math.sqrt(2))])
+def test_a_single_token_has_no_deviation(tokens: list[float], std: float) -> None:
+    given = batch([trajectory([1], [2] * len(tokens))] if tokens else [])
+    found = token_metrics(given, "a", np.array(tokens), Ranks())
+    mean, least, most = (float(np.mean(tokens)), min(tokens), max(tokens)) if tokens else (0.0, 0.0, 0.0)
+    assert found == pytest.approx({"a/mean": mean, "a/std": std, "a/min": least, "a/max": most})
 
 
 def test_gae_without_discount_is_the_reward_less_the_value() -> None:
