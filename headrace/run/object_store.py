@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
-from headrace.base.files import UNREADABLE, atomic_write
+from headrace.base.files import UNREADABLE, atomic_write, read_json
 from headrace.config import Config
 from headrace.config.services import STORE_URL
 from headrace.run.checkpoints import Start, digest_of, on_chain
@@ -104,12 +104,10 @@ def write_status(folder: Path, status: StoreStatus) -> None:
 def list_problems(folder: Path) -> list[str]:
     """Return a line if the checkpoints in `folder` do not reach the store."""
     try:
-        status = msgspec.json.decode((folder / STATUS).read_bytes(), type=StoreStatus)
-    except FileNotFoundError:
-        return []
-    except UNREADABLE as error:
-        return [f"{folder / STATUS} can't be read ({error}); remove it"]
-    return [status.problem] if status.problem else []
+        status = read_json(folder / STATUS, StoreStatus)
+    except CodecError as error:
+        return [str(error)]
+    return [status.problem] if status and status.problem else []
 
 
 def check_package(url: str) -> None:
