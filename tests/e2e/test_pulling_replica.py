@@ -19,8 +19,11 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
-def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Path, tiny_model: Path) -> None:
-    log, folder = tmp_path / "pulling.log", tmp_path / "demo"
+def test_what_pulling_replicas_wrote_is_trained_and_they_fetch_from_each_other(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = tmp_path / "demo"
+    logs = [tmp_path / f"pulling-{place}.log" for place in range(3)]  # the third is below the first
     more = [
         f"checkpointing.store=file://{tmp_path}/store",
         "checkpointing.save_period=100000",
@@ -32,35 +35,42 @@ def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Pat
         "page.port=null",
     ]
     up = Up(DEMO, *demo_arguments(tmp_path, tiny_model, *more), output=tmp_path / "up")
-    pulling = None
+    pulling: list[subprocess.Popen[bytes]] = []
     try:
         wait_until(lambda: (folder / "config.yaml").exists() or up.process.poll() is not None, within_s=200)
         assert up.process.poll() is None, up.said()
         command = [sys.executable, "-m", "headrace.cli", "rollout", "--config", str(folder / "config.yaml")]
-        with log.open("wb") as out:
-            pulling = subprocess.Popen(
-                [*command, "rollout.weights_from=store", "rollout.port=0"], stdout=out, stderr=out
-            )
+        for log in logs:
+            with log.open("wb") as out:
+                arguments = [*command, "rollout.weights_from=store", "rollout.port=0"]
+                pulling.append(subprocess.Popen(arguments, stdout=out, stderr=out))
 
-        def both_are_trained() -> bool:
+        def all_are_trained() -> bool:
             assert up.process.poll() is None, up.said()
-            assert pulling is not None
-            assert pulling.poll() is None, log.read_text()
-            names = set(re.findall(r"(rollout-\w+) is HEALTHY", log.read_text()))
-            return bool(names) and {name in names for name in writers(folder)} == {True, False}
+            said = [log.read_text() for log in logs]
+            assert [process.poll() for process in pulling] == [None] * 3, said
+            names = [set(re.findall(r"(rollout-\w+) is HEALTHY", text)) for text in said]
+            trained = writers(folder)
+            return all(own & trained for own in names) and not trained <= set.union(*names)
 
-        wait_until(both_are_trained, within_s=400)
-        pulling.send_signal(signal.SIGTERM)
-        assert pulling.wait(60) == 0
+        def one_has_fetched_from_others() -> bool:
+            return any(re.search(r" [1-9][0-9.]* MB of it from other replicas", log.read_text()) for log in logs)
+
+        wait_until(all_are_trained, within_s=400)
+        wait_until(one_has_fetched_from_others, within_s=100)
+        for process in pulling:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in pulling] == [0] * 3
         assert up.stop(signal.SIGTERM) == []
     finally:
-        for process in (up.process, pulling):
-            if process is not None and process.poll() is None:
+        for process in (up.process, *pulling):
+            if process.poll() is None:
                 process.kill()
                 process.wait()
-    verified = [int(version) for version in re.findall(r"version (\d+) is verified", log.read_text())]
-    assert verified == sorted(set(verified))
-    assert len(verified) > 1
+    for log in logs:
+        verified = [int(version) for version in re.findall(r"version (\d+) is verified", log.read_text())]
+        assert verified == sorted(set(verified))
+        assert len(verified) > 1
 
 
 @pytest.mark.parametrize("age", [0, 2])

@@ -215,6 +215,7 @@ async def test_nothing_else_is_due_while_a_version_is_sent(trainer: Trainer, mon
     assert events.is_running()
 
 
-def test_a_run_without_a_store_offers_nothing() -> None:
+def test_a_run_without_a_store_offers_nothing(tmp_path: Path) -> None:
     nothing: Any = None
-    assert offers.Offers.of(Config(), nothing, nothing, "t1") is None
+    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}})
+    assert offers.Offers.of(config, nothing, nothing, "t1") is None
