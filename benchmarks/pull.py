@@ -41,11 +41,10 @@ from headrace_services.rollout import peers
 from tests.support.pullers import Buffer, Trainer, running
 from tests.support.s3_server import s3_server
 
-ROUNDS = 5
 PART = 256 << 20  # a bucket of a GPU's
 
 
-def measure(url: str, size: int, folder: Path) -> dict[str, tuple[float, ...]]:
+def measure(url: str, size: int, folder: Path, rounds: int) -> dict[str, tuple[float, ...]]:
     """By row: megabytes sent and fetched, seconds to send and to fetch."""
     random = np.random.default_rng(0)
     weights = random.integers(0, 256, size, np.uint8)
@@ -70,7 +69,7 @@ def measure(url: str, size: int, folder: Path) -> dict[str, tuple[float, ...]]:
     }
     for name, change in cases.items():
         samples = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             change()
             version += 1
             now = weights.copy()  # what was published stays as it is
@@ -85,7 +84,7 @@ def measure(url: str, size: int, folder: Path) -> dict[str, tuple[float, ...]]:
         rows[name] = tuple(statistics.median(column) for column in zip(*samples, strict=True))
     assert (folder / "weights").read_bytes() == weights.tobytes()
     copies = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         began = time.perf_counter()
         shutil.copyfile(folder / "weights", folder / "copy")
         copies.append(time.perf_counter() - began)
@@ -167,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--store", help="an object store; by default a folder")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pullers", type=int)
     parser.add_argument("--rate", type=float, default=100.0, help="MB/s that the store sends to the pullers, together")
     arguments = parser.parse_args()
@@ -182,7 +182,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         store = arguments.store or f"file://{folder}/store"
-        rows = measure(f"{store}/{uuid.uuid4().hex[:8]}", arguments.megabytes << 20, folder)
+        rows = measure(f"{store}/{uuid.uuid4().hex[:8]}", arguments.megabytes << 20, folder, arguments.rounds)
     table = Table("changed", "MB sent", "MB fetched", "send, s", "fetch, s")
     for name, (sent, fetched, send, fetch) in rows.items():
         table.add_row(name, f"{sent:.0f}", f"{fetched:.0f}", f"{send:.2f}", f"{fetch:.2f}")

@@ -212,7 +212,7 @@ class RolloutClient(LeaseClient):
 
     async def unreached(self, replica: str, reason: str) -> None:
         """Report that this replica, one that pulls, could not be reached by another."""
-        await self._connection.call("unreached", replica=replica, reason=reason)
+        await self._connection.call("unreached", **self._number(), replica=replica, reason=reason)
 
     async def verify(self, replica: str, epoch: str, logprobs: Sequence[float], finding: str = "") -> RefitVerdict:
         """Report the replica's log-probabilities of the probe's tokens under the weights of the epoch or offer. The buffer compares them

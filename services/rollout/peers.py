@@ -103,12 +103,12 @@ class Peers:
             self._submit(self._clients.pop(url).aclose())
         return peers
 
-    def note(self, url: str, *, helps: bool) -> None:
-        """Leave one alone for a while that was not reached, or that was too slow."""
-        if helps:
+    def note(self, url: str, *, reached: bool, in_time: bool) -> None:
+        """Leave one alone for a while that was not reached, the longer the more often, or that was too slow."""
+        if reached and in_time:
             self._left_alone.pop(url, None)
             return
-        times = self._left_alone.get(url, (0, 0.0))[0] + 1
+        times = 1 if reached else self._left_alone.get(url, (0, 0.0))[0] + 1
         self._left_alone[url] = times, time.monotonic() + pause_after(times, FIRST_PAUSE_S, LAST_PAUSE_S)
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ class Puller:
         """Leave those alone for a while that were not reached, or with which a version was superseded before it was here. Say of each once
         why it was asked no more."""
         for peer in peers:
-            self._peers.note(peer.url, helps=not (peer.is_unreached or self._stopped))
+            self._peers.note(peer.url, reached=not peer.is_unreached, in_time=not self._stopped)
             if peer.problem is None:
                 continue
             if peer.replica not in self._said:

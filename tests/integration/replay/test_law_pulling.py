@@ -231,6 +231,20 @@ async def test_those_that_pull_form_a_tree_in_the_order_in_which_they_came(repla
     assert await above(again) == ["4"]
 
 
+async def test_who_has_older_weights_is_not_asked(replay: ReplayClient) -> None:
+    first, second, third = nonce(), nonce(), nonce()
+    for replica in (first, second, third):
+        await replay.register_puller(replica, {})
+    assert [id_ for id_, _ in await replay.parents(third)] == [first]
+    old, new = await offer(replay, 0), await offer(replay, 1)
+    await replay.verify(first, old, PROBE)
+    assert [id_ for id_, _ in await replay.parents(third)] == [first]
+    await replay.verify(third, new, PROBE)
+    assert [id_ for id_, _ in await replay.parents(third)] == []
+    await replay.verify(first, new, PROBE)
+    assert [id_ for id_, _ in await replay.parents(third)] == [first]
+
+
 async def test_a_dead_replica_is_asked_for_nothing(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, replica_dead_s=0.2)
     dead, *others = (f"{place}-{nonce()}" for place in range(4))
