@@ -19,11 +19,8 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
-def test_what_pulling_replicas_wrote_is_trained_and_they_fetch_from_each_other(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    folder = tmp_path / "demo"
-    logs = [tmp_path / f"pulling-{place}.log" for place in range(3)]  # the third is below the first
+def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Path, tiny_model: Path) -> None:
+    log, folder = tmp_path / "pulling.log", tmp_path / "demo"
     more = [
         f"checkpointing.store=file://{tmp_path}/store",
         "checkpointing.save_period=100000",
@@ -35,47 +32,43 @@ def test_what_pulling_replicas_wrote_is_trained_and_they_fetch_from_each_other(
         "page.port=null",
     ]
     up = Up(DEMO, *demo_arguments(tmp_path, tiny_model, *more), output=tmp_path / "up")
-    pulling: list[subprocess.Popen[bytes]] = []
+    pulling = None
     try:
         wait_until(lambda: (folder / "config.yaml").exists() or up.process.poll() is not None, within_s=200)
         assert up.process.poll() is None, up.said()
         command = [sys.executable, "-m", "headrace.cli", "rollout", "--config", str(folder / "config.yaml")]
-        for log in logs:
-            with log.open("wb") as out:
-                arguments = [*command, "rollout.weights_from=store", "rollout.port=0"]
-                pulling.append(subprocess.Popen(arguments, stdout=out, stderr=out))
+        with log.open("wb") as out:
+            pulling = subprocess.Popen(
+                [*command, "rollout.weights_from=store", "rollout.port=0"], stdout=out, stderr=out
+            )
 
-        def all_are_trained() -> bool:
+        def both_are_trained() -> bool:
             assert up.process.poll() is None, up.said()
-            said = [log.read_text() for log in logs]
-            assert [process.poll() for process in pulling] == [None] * 3, said
-            names = [set(re.findall(r"(rollout-\w+) is HEALTHY", text)) for text in said]
-            trained = writers(folder)
-            return all(own & trained for own in names) and not trained <= set.union(*names)
+            assert pulling is not None
+            assert pulling.poll() is None, log.read_text()
+            names = set(re.findall(r"(rollout-\w+) is HEALTHY", log.read_text()))
+            return bool(names) and {name in names for name in writers(folder)} == {True, False}
 
-        def one_has_fetched_from_others() -> bool:
-            return any(re.search(r" [1-9][0-9.]* MB of it from other replicas", log.read_text()) for log in logs)
-
-        wait_until(all_are_trained, within_s=400)
-        wait_until(one_has_fetched_from_others, within_s=100)
-        for process in pulling:
-            process.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in pulling] == [0] * 3
+        wait_until(both_are_trained, within_s=400)
+        pulling.send_signal(signal.SIGTERM)
+        assert pulling.wait(60) == 0
         assert up.stop(signal.SIGTERM) == []
     finally:
-        for process in (up.process, *pulling):
-            if process.poll() is None:
+        for process in (up.process, pulling):
+            if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
-    for log in logs:
-        verified = [int(version) for version in re.findall(r"version (\d+) is verified", log.read_text())]
-        assert verified == sorted(set(verified))
-        assert len(verified) > 1
+    verified = [int(version) for version in re.findall(r"version (\d+) is verified", log.read_text())]
+    assert verified == sorted(set(verified))
+    assert len(verified) > 1
 
 
-@pytest.mark.parametrize("age", [0, 2])
-def test_a_run_whose_only_replica_pulls_trains_and_validates(tmp_path: Path, tiny_model: Path, age: int) -> None:
+@pytest.mark.parametrize(("age", "replicas"), [(0, 1), (2, 1), (2, 3)])
+def test_a_run_whose_replicas_all_pull_trains_and_validates(
+    tmp_path: Path, tiny_model: Path, age: int, replicas: int
+) -> None:
     more = [
+        f"rollout.replicas={replicas}",
         "rollout.weights_from=store",
         f"checkpointing.store=file://{tmp_path}/store",
         "grpo.max_num_steps=4",
@@ -99,6 +92,11 @@ def test_a_run_whose_only_replica_pulls_trains_and_validates(tmp_path: Path, tin
     for version, metrics in validated.items():
         assert (metrics["version_min"], metrics["version_max"]) == (version, version)
         assert (metrics["pending"], metrics["failed"]) == (0, 0)
+    # of three, the third is below the first in their tree
+    logs = [file.read_text() for file in (tmp_path / "demo" / "logs").glob("rollout-*.log")]
+    assert len(logs) == replicas
+    fetched = [sum(map(float, re.findall(r"([0-9.]+) MB of it from other replicas", log))) > 0 for log in logs]
+    assert sorted(fetched) == [*[False] * min(replicas, 2), *[True] * (replicas - 2)]
 
 
 def writers(folder: Path) -> set[str]:
