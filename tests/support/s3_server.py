@@ -97,6 +97,7 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 class _Handler(BaseHTTPRequestHandler):
     store: S3Server
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the body of an answer waits until its head is acknowledged, for 40 ms
 
     def log_message(self, *_: Any) -> None:
         pass
