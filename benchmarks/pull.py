@@ -99,7 +99,8 @@ def measure_pullers(size: int, count: int, rate: float, folder: Path, tree: bool
     weights = random.integers(0, 256, size, np.uint8).view(np.uint16)
     with pytest.MonkeyPatch.context() as patch, s3_server(patch) as store:
         url = "s3://bucket/benchmark"
-        buffer, rows = Buffer(), {}
+        rows: dict[str, tuple[float, ...]] = {}
+        buffer = Buffer()
         trainer, context = Trainer(url, buffer), multiprocessing.get_context("spawn")
         pipes, processes = [], []
         for place in range(count):
@@ -117,7 +118,7 @@ def measure_pullers(size: int, count: int, rate: float, folder: Path, tree: bool
             began = time.perf_counter()
             for pipe in pipes:
                 pipe.send((buffer.offer, urls if tree else []))
-            digest = hashlib.sha256(weights).hexdigest()
+            digest = hashlib.sha256(weights.data).hexdigest()
             told = [pipe.recv() for pipe in pipes]
             seconds = max(ended for ended, _, _ in told) - began
             assert {found for _, found, _ in told} == {digest}

@@ -72,7 +72,8 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker, puller: P
         }
 
     if puller is not None:
-        app.add_route(peers.PATH, puller.served, ["POST"], include_in_schema=False)
+        served: Any = puller.served  # an ASGI application, which starlette takes too
+        app.add_route(peers.PATH, served, ["POST"], include_in_schema=False)
     chat_format = ChatFormat(config, engine.model_config, engine.renderer)
     _add_openai(app, config, engine, worker, chat_format)
     _add_calls(app, worker, chat_format, longest_body(config))

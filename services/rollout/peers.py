@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
@@ -38,7 +38,7 @@ SERVES = "serves"
 # How long one that is asked may wait for what it is still fetching, and how long it may take to send that.
 WAIT_S, SEND_S = 2.0, 4.0
 # For how long nothing may come from one that has not begun with this version, or is fetching it.
-_PATIENCE_S = {HTTPStatus.CONFLICT: 6.0, HTTPStatus.SERVICE_UNAVAILABLE: 30.0}
+_PATIENCE_S: dict[int, float] = {HTTPStatus.CONFLICT: 6.0, HTTPStatus.SERVICE_UNAVAILABLE: 30.0}
 # How long one is left alone that was not reached, or too slow.
 FIRST_PAUSE_S, LAST_PAUSE_S = 60.0, 600.0
 # How many are served at a time: the blocks of those that are next in the tree, and of some that have lost their own.
@@ -91,7 +91,7 @@ class Peers:
         ] = {}  # how often in a row one was no help, and until when it is not asked
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def of(self, found: list[tuple[str, Mapping[str, Any]]], stopped: Callable[[], bool]) -> list[AskedPeer]:
+    def of(self, found: Sequence[tuple[str, Mapping[str, Any]]], stopped: Callable[[], bool]) -> list[AskedPeer]:
         """Return those of the replicas, by id and info, that can be asked during one fetch."""
         peers = []
         for replica, info in found:
@@ -223,7 +223,8 @@ class Served:
             return HTTPStatus.BAD_REQUEST, str(error).encode()
         loop = asyncio.get_running_loop()
         try:
-            data = await loop.run_in_executor(self._threads, self._serve, *msgspec.structs.astuple(asked), WAIT_S)
+            serve = partial(self._serve, asked.timeline, asked.version, asked.name, WAIT_S)
+            data = await loop.run_in_executor(self._threads, serve)
         except Coming:
             return HTTPStatus.SERVICE_UNAVAILABLE, b"it is still fetched"
         except Behind:
