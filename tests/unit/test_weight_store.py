@@ -390,20 +390,23 @@ def test_who_asks_too_early_waits_until_it_comes(
     published: PublishedWeights, pulled: PulledWeights, weights: Weights, s3: S3Server
 ) -> None:
     digest = weights.publish(published, 1)
-    may_come = threading.Event()
-    last = s3.names(BLOCKS)[-1]
-    name = last.removeprefix("runs/r/weights/t1/")
-    s3.spoil = lambda method, asked: (may_come.wait(30), None)[1] if asked == last else None
+    one, last = s3.names(BLOCKS)[-2:]
+    held_back = {one: threading.Event(), last: threading.Event()}
+    name, other = (each.removeprefix("runs/r/weights/t1/") for each in (one, last))
+    s3.spoil = lambda method, asked: (held_back[asked].wait(30), None)[1] if asked in held_back else None
     fetching = threading.Thread(target=pull, args=(pulled, 1, digest))
     fetching.start()
     try:
         assert pulled.serve("t1", 1, "offers/1.json", 30.0)
         with pytest.raises(Coming):
             pulled.serve("t1", 1, name, 0.01)
-        threading.Timer(0.05, may_come.set).start()
-        assert pulled.serve("t1", 1, name, 30.0) == s3.objects[last].data
+        threading.Timer(0.05, held_back[one].set).start()
+        assert pulled.serve("t1", 1, name, 20.0) == s3.objects[one].data
+        with pytest.raises(Coming):  # not all is here
+            pulled.serve("t1", 1, other, 0.01)
     finally:
-        may_come.set()
+        for event in held_back.values():
+            event.set()
         fetching.join()
 
 
