@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from tests.chaos import runs
-from tests.chaos.plan import Topology, has_episodes, topology_of, whole
+from tests.chaos.plan import Topology, has_episodes, make_shape, topology_of
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
         if options.episodes and topology == "up":
             topology = "embedded"
         episodes = options.episodes or (topology != "up" and has_episodes(seed))
-        faults = min(whole(topology, episodes=episodes), left)
+        faults = min(make_shape(seed, left, topology, episodes=episodes).whole, left)
         place = folder / f"seed-{seed}"
         place.mkdir(parents=True)
         verdict = runs.run(seed, faults, topology, model.absolute(), place.absolute(), episodes=episodes)

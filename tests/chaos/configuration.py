@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from tests.chaos.plan import Shape, Topology
+from tests.chaos.plan import YOURS, Shape, Topology
 from tests.chaos.servers import PORT
 from tests.support.network import SUBNET
 
@@ -20,7 +20,10 @@ HTTP = {"replay": 8390, "reward": 8391, "trainer": 8392, "rollout": 8393, "agent
 # machines, and the last number of each one's address
 HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
 RUNNERS = {"agents-1": 12, "agents-2": 13}
-HOSTS_UNDER_UP = {"up": 4, "environment": 6}
+_UP_HOST = 4
+STORE = "s3://bucket/runs"
+STORE_PORT = 50500
+_STORE_HOST = 14
 VALIDATED = 3  # prompts of a validation
 _VALIDATED_EVERY = 3  # steps
 # of a single completion, and of an episode of five short ones
@@ -33,15 +36,16 @@ _CLOCKS = "call_s: 20, think_s: 20, episode_s: 90, finish_s: 10, retry_grace_s: 
 
 def services(shape: Shape) -> dict[str, int]:
     """The processes of a run, besides `headrace up`, with the last numbers of their own addresses."""
-    return HOSTS | RUNNERS if shape.episodes else HOSTS
+    return HOSTS | (RUNNERS if shape.episodes else {}) | ({"store": _STORE_HOST} if shape.store else {})
 
 
 def hosts(shape: Shape) -> dict[str, int]:
-    return HOSTS_UNDER_UP if shape.topology == "up" else services(shape)
+    yours = {name: host for name, host in services(shape).items() if name in YOURS}
+    return {"up": _UP_HOST, **yours} if shape.topology == "up" else services(shape)
 
 
 def machine_of(service: str, topology: Topology) -> str:
-    return "up" if topology == "up" and service != "environment" else service
+    return "up" if topology == "up" and service not in YOURS else service
 
 
 def configuration(
@@ -65,6 +69,8 @@ def configuration(
     program += ", grader: judge" if shape.graded else ""
     grader = f'\n  judge: {{target: "{address["environment"]}:50400", timeout_s: 10}}' if shape.graded else ""
     agents = f"agents: {{http_port: {HTTP['agents']}, slots: 12, {_CLOCKS}}}" if shape.episodes else ""
+    store = f", store: {STORE}" if shape.store else ""
+    validators = shape.validators if replicas > 1 else 0
     return f"""
 run: {{id: {RUN}, dir: {folder}/runs}}
 grpo:
@@ -108,11 +114,12 @@ rollout:
   dead_after_s: {DEAD_AFTER_S}
   save_partial_tokens: 16
 reward: {{host: {address["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
-trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200}}
+trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200,
+  validation_replicas: {validators}}}
 weight_channel: {{timeout_s: 8}}
 security: {{insecure: true}}
 {agents}
-checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
+checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null{store}}}
 """
 
 

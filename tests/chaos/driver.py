@@ -28,10 +28,12 @@ import msgpack
 from headrace.replay.connection import keeping_cancellation
 from tests.chaos import clocks
 from tests.chaos.clocks import Clocks
+from tests.chaos.conduct import Conduct
 from tests.chaos.configuration import (
     HTTP,
     LEASE_S,
     RUN,
+    STORE_PORT,
     configuration,
     hosts,
     machine_of,
@@ -39,13 +41,13 @@ from tests.chaos.configuration import (
     write_held_out,
     write_problems,
 )
-from tests.chaos.environment import Conduct
 from tests.chaos.faults import ENGINE, Faults, Rival, View, noise
-from tests.chaos.plan import LONG, Fault, Shape, Target, Topology, make_plan, make_shape
+from tests.chaos.plan import LONG, YOURS, Fault, Shape, Target, Topology, make_plan, make_shape
 from tests.chaos.processes import Process, Supervised, Victim, child_named
 from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, Login, Member, writing_checkpoint
 from tests.support.network import Network
+from tests.support.s3_server import environ
 from tests.support.waiting import eventually
 
 log = logging.getLogger("chaos")
@@ -98,8 +100,10 @@ class Driver:
         self._undone = 0  # faults that are over
         self._run = folder / "runs" / RUN
         self._checkpoints = self._run / "checkpoints"
-        self._conduct = Conduct(folder / "conduct")
+        self._conduct, self._of_store = Conduct(folder / "conduct"), Conduct(folder / "conduct_of_store")
         self._conduct.tell()
+        self._of_store.tell()
+        (folder / "store").mkdir()
         problems = folder / "problems.jsonl"
         self._deadly = write_problems(problems, shape, seed)
         self._murdered: list[Murder] = []
@@ -121,12 +125,12 @@ class Driver:
         self._last: Process
         self._processes: dict[str, Victim] = {}
         if shape.topology == "up":
-            self._processes["environment"] = self._service("environment")
+            self._processes |= {name: self._service(name) for name in services(shape) if name in YOURS}
             self._last = self._service("up")
             self._processes |= {
                 name: Supervised(name, self._last, self._run / "logs" / f"{name}.log")
                 for name in services(shape)
-                if name != "environment"
+                if name not in YOURS
             }
             self._processes["up"] = self._last
         else:
@@ -149,8 +153,8 @@ class Driver:
         self._rival.may_start.clear()
         view = View(lambda: self._glance, self._clock_off, self._fleet)
         self._faults = Faults(
-            seed, folder, self._network, self.servers, self._processes, self._addresses, self._checkpoints, self._conduct,
-            self._clocks, view, Rival(self._rival, view),
+            seed, folder, self._network, self.servers, self._processes, self._addresses, self._checkpoints,
+            {"environment": self._conduct, "store": self._of_store}, self._clocks, view, Rival(self._rival, view),
         )  # fmt: skip
         self._open: dict[str, int | None] = {}  # episodes of each runner once the run was over, if it said so
         self._still = asyncio.Lock()  # while the others stand still nobody else dies
@@ -162,6 +166,9 @@ class Driver:
         config = str(self._config)
         if name == "environment":
             argv = ["-m", "tests.chaos.environment", "50400", address, str(self._conduct.file)]
+        elif name == "store":
+            places = str(self.folder / "store"), str(self._of_store.file)
+            argv = ["-m", "tests.chaos.store", address, str(STORE_PORT), *places]
         elif name == "up":
             argv = ["-m", "headrace.cli", "up", config]
         elif name == _AFTERWARDS:
@@ -176,12 +183,16 @@ class Driver:
         own = {"HEADRACE_ROLLOUT__HOST": address, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0"}
         if service.startswith("agents"):
             own["HEADRACE_AGENTS__HOST"] = address
+        if name == _LATE and self.shape.puller:
+            own["HEADRACE_ROLLOUT__WEIGHTS_FROM"] = "store"
+        if self.shape.store:
+            own |= environ(f"http://{self._addresses['store']}:{STORE_PORT}")
         if name == _RIVAL:
             own["HEADRACE_TRAINER__PORT"] = str(max(HTTP.values()) + 1)
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        environ = {**self._environ(machine), **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        return Process(name, [*self._network.enter(machine), sys.executable, *argv], environ, logs / f"{name}.log")
+        variables = {**self._environ(machine), **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return Process(name, [*self._network.enter(machine), sys.executable, *argv], variables, logs / f"{name}.log")
 
     def _environ(self, machine: str) -> dict[str, str]:
         """Of a process on `machine`."""
@@ -319,8 +330,8 @@ class Driver:
             return await self._at_work(fault.target) is not None
         if fault.target == "server":
             return self.servers.up()
-        if fault.target == "environment":
-            return self._there(fault, "environment")
+        if fault.target in YOURS:
+            return self._there(fault, fault.target)
         if fault.target == "up":
             return all([await self._page(service, "/readyz") for service in ("replay", "reward", "trainer")])
         return await self._page(fault.target, "/readyz") is not None
@@ -551,7 +562,7 @@ def main() -> int:
     log.info("seed %s, %s faults: %s; in %s", seed, faults, shape, folder)
     if lacks := clocks.missing():
         log.info("no clock is moved: %s", lacks)
-    plan = make_plan(int(seed), int(faults), shape.topology, LEASE_S, clocks=lacks is None, episodes=episodes)
+    plan = make_plan(int(seed), int(faults), shape, LEASE_S, clocks=lacks is None)
     try:
         asyncio.run(Driver(shape, plan, int(seed), Path(model), Path(folder)).run())
     except ChaosError as error:

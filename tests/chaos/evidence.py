@@ -8,6 +8,7 @@ metrics.jsonl         what the trainer says happened: train, validation and rewi
 held_out.jsonl        the prompts of a validation
 observed.jsonl        batches as they lay in Redis while they were reserved, seen by the driver
 buffer.msgpack        every key of the run in Redis, once it was over
+store/                the objects of the object store
 logs/up.log           what `headrace up` said
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import itertools
 import json
 import re
@@ -25,6 +27,8 @@ from typing import Any
 
 import msgpack
 from pyroaring import BitMap
+
+from tests.chaos.store import Objects
 
 ENDS = ("failed", "filtered", "unused")
 
@@ -90,6 +94,15 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """A checkpoint in the object store. `wrong`: objects that are not there as its manifest says."""
+
+    version: int
+    timeline: str
+    wrong: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Line:
     """Of metrics.jsonl: `kind` train, validation or rewind. `groups`: of a validation, how many were evaluated, failed, are pending."""
 
@@ -152,7 +165,7 @@ class Evidence:
     faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was killed by faults or by the deadly
     prompt, once for each time. Under `headrace up`: `restarted`, and `said` is what it printed (else None). `episodes`: every trajectory is
     one. `open`: those that each runner had open in the end, if it said so. `kept`: keys of payloads and scores that no group names.
-    `bytes_held`: by the run's count, and by those of its groups.
+    `bytes_held`: by the run's count, and by those of its groups. `stored`: checkpoints in the object store, None if the run has none.
     """
 
     prompts_per_step: int
@@ -165,6 +178,7 @@ class Evidence:
     lost_writes: tuple[float, ...]
     server_killed: tuple[float, ...]
     checkpoints: tuple[Checkpoint, ...]
+    stored: tuple[Stored, ...] | None
     lineage: tuple[Batch, ...]
     lines: tuple[Line, ...]
     observed: tuple[Batch, ...]
@@ -220,6 +234,7 @@ def read(folder: Path) -> Evidence:
             and (struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] == "kill")
         ),
         checkpoints=tuple(sorted(map(_checkpoint, (folder / "archive").glob("step_*")), key=lambda c: c.version)),
+        stored=_stored(Objects(folder / "store")) if shape["store"] else None,
         lineage=tuple(sorted(map(_lineage, (folder / "lineage").glob("step_*.jsonl.gz")), key=lambda b: b.step)),
         lines=tuple(_line(line) for line in _lines(folder / "metrics.jsonl")),
         observed=tuple(_observed(line, problems) for line in _lines(folder / "observed.jsonl")),
@@ -332,6 +347,23 @@ def _checkpoint(folder: Path) -> Checkpoint:
         ledger={int(step): ids for step, ids in json.loads((folder / "ledger.json").read_text()).items()},
         trained=frozenset(BitMap.deserialize((folder / "trained.roaring").read_bytes())),
     )
+
+
+def _stored(objects: Objects) -> tuple[Stored, ...]:
+    manifests = [json.loads(objects[name].data) for name in objects if "/manifests/" in name]
+    return tuple(
+        _checked(objects, manifest) for manifest in sorted(manifests, key=lambda manifest: manifest["version"])
+    )
+
+
+def _checked(objects: Objects, manifest: dict[str, Any]) -> Stored:
+    version, timeline = manifest["version"], manifest["timeline"]
+    wrong = []
+    for name, file in manifest["files"].items():
+        found = objects.get(f"runs/{manifest['run_id']}/step_{version}-{timeline}/{name}")
+        if found is None or hashlib.sha256(found.data).hexdigest() != file["sha256"]:
+            wrong.append(name)
+    return Stored(version, timeline, tuple(wrong))
 
 
 def _lineage(path: Path) -> Batch:

@@ -16,8 +16,8 @@ from pathlib import Path
 import yaml
 
 from tests.chaos.clocks import Clocks
-from tests.chaos.environment import Conduct
-from tests.chaos.plan import Fault
+from tests.chaos.conduct import Conduct
+from tests.chaos.plan import YOURS, Fault
 from tests.chaos.processes import Process, Supervised, Victim
 from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail, written
 from tests.chaos.watch import Glance, Member
@@ -158,7 +158,7 @@ class Faults:
         processes: Mapping[str, Victim],
         addresses: Mapping[str, str],
         checkpoints: Path,
-        conduct: Conduct,
+        conducts: Mapping[str, Conduct],
         clocks: Clocks,
         view: View,
         rival: Rival,
@@ -174,7 +174,7 @@ class Faults:
         self._checkpoints = checkpoints
         self._run = checkpoints.parent
         self._thief: subprocess.Popen[str] | None = None
-        self._conduct = conduct
+        self._conducts = conducts
         self._clocks = clocks
         self._view = view
         self._rival = rival
@@ -228,7 +228,7 @@ class Faults:
                     "its log-probabilities are wrong, until it is quarantined and two more steps are taken without it"
                 )
             case "slow" | "overloaded" | "bad_answers" | "raises":
-                self._conduct.tell(mood=fault.kind)
+                self._conducts[fault.target].tell(mood=fault.kind)
                 return f"{fault.kind.replace('_', ' ')} for {fault.seconds} s"
             case "no_memory":
                 limit = limit_memory(self._servers, full=True)
@@ -308,7 +308,7 @@ class Faults:
                 async with asyncio.timeout(_RESTORE_DEADLINE_S):
                     await eventually(lambda: self._view.now().incarnation != self._incarnation)
             case "slow" | "overloaded" | "bad_answers" | "raises":
-                self._conduct.tell(mood="well")
+                self._conducts[fault.target].tell(mood="well")
             case "no_memory":
                 limit_memory(self._servers, full=False)
             case "rival":  # it wakes up beside its successor, and has to see that it is no longer the run's trainer
@@ -370,13 +370,12 @@ class Faults:
         return f"{what}, started again when the {len(self._left)} processes that it has started are gone"
 
     def _set_proxy(self, victim: str) -> None:
-        """From its next start on, nothing listens where its shell says that a proxy is. Only the user's environment is to be reached
-        without one."""
+        """From its next start on, nothing listens where its shell says that a proxy is. Only what is the user's is to be reached without
+        one."""
         process = self._processes[victim]
         assert isinstance(process, Process)
-        process.environ |= dict.fromkeys(_PROXY_VARIABLES, _NO_PROXY_THERE) | {
-            "no_proxy": self._addresses["environment"]
-        }
+        direct = ",".join(self._addresses[name] for name in YOURS if name in self._addresses)
+        process.environ |= dict.fromkeys(_PROXY_VARIABLES, _NO_PROXY_THERE) | {"no_proxy": direct}
 
     def _steal(self, victim: str) -> str:
         """Another program of the machine listens on the port that `headrace up` chose for the hub, if it can have it."""
