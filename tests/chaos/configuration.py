@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tests.chaos.plan import YOURS, Shape, Topology
 from tests.chaos.servers import PORT
-from tests.support.network import SUBNET
 
 RUN = "chaos"
 # Places between prompts that can't be scored: two of them, and nothing else in flight, can't be told from a broken environment, and the run
@@ -49,25 +48,19 @@ def machine_of(service: str, topology: Topology) -> str:
 
 
 def configuration(
-    shape: Shape, model: Path, folder: Path, problems: Path, held_out: Path, server_address: str, replicas: int
+    shape: Shape, model: Path, folder: Path, problems: Path, held_out: Path, server: str, replicas: int
 ) -> str:
-    """The run's YAML. `replicas` are those that `headrace up` starts. What is counted (attempts, shares, retries) has its default. What is
-    set here is small, for a tiny model on a busy machine, or short: each time is to the others as their defaults are, about, but a fault
-    that outlasts the default lease or the default time limit of an environment would take a minute, and a run of 31 hours. Only
-    `fleet_deadline_s` is longer: on a busy machine an engine needs minutes to start."""
-    machines = hosts(shape)
-    address = {name: f"{SUBNET}.{machines[machine_of(name, shape.topology)]}" for name in HOSTS}
+    """The run's YAML. `server` is what it says of the buffer's server. `replicas` are those that `headrace up` starts. What is counted
+    (attempts, shares, retries) has its default. What is set here is small, for a tiny model on a busy machine, or short: each time is to
+    the others as their defaults are, about, but a fault that outlasts the default lease or the default time limit of an environment would
+    take a minute, and a run of 31 hours. Only `fleet_deadline_s` is longer: on a busy machine an engine needs minutes to start."""
+    host = {name: machine_of(name, shape.topology) for name in HOSTS}  # by its name: its address may change
     # under `up` the replicas are on one machine
     port = 0 if shape.topology == "up" else HTTP["rollout"]
-    server = (
-        f"redis_url: redis://{server_address}:{PORT}/0"
-        if shape.topology == "external"
-        else f"redis_host: {server_address}"
-    )
     ahead = f"ahead_steps: {shape.max_age + 1}" if shape.policy != "ordered" else ""
     program = ", episodes: true, public: [mood]" if shape.episodes else ""
     program += ", grader: judge" if shape.graded else ""
-    grader = f'\n  judge: {{target: "{address["environment"]}:50400", timeout_s: 10}}' if shape.graded else ""
+    grader = f'\n  judge: {{target: "{host["environment"]}:50400", timeout_s: 10}}' if shape.graded else ""
     agents = f"agents: {{http_port: {HTTP['agents']}, slots: 12, {_CLOCKS}}}" if shape.episodes else ""
     store = f", store: {STORE}" if shape.store else ""
     validators = shape.validators if replicas > 1 else 0
@@ -97,11 +90,11 @@ data:
   train: {{data_path: {problems}, env_name: paced}}
   validation: {{data_path: {held_out}, env_name: paced}}
 env:
-  paced: {{target: "{address["environment"]}:50400", timeout_s: 10{program}}}{grader}
+  paced: {{target: "{host["environment"]}:50400", timeout_s: 10{program}}}{grader}
 replay:
   {server}
   redis_port: {PORT}
-  host: {address["replay"]}
+  host: {host["replay"]}
   port: {HTTP["replay"]}
   lease_s: {LEASE_S}
   scoring_deadline_s: 12
@@ -113,8 +106,8 @@ rollout:
   heartbeat_s: 0.5
   dead_after_s: {DEAD_AFTER_S}
   save_partial_tokens: 16
-reward: {{host: {address["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
-trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200,
+reward: {{host: {host["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
+trainer: {{host: {host["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200,
   validation_replicas: {validators}}}
 weight_channel: {{timeout_s: 8}}
 security: {{insecure: true}}

@@ -22,6 +22,7 @@ import json
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,7 @@ def read(folder: Path) -> Evidence:
     problems = _lines(folder / "problems.jsonl")
     buffer = msgpack.unpackb((folder / "buffer.msgpack").read_bytes(), strict_map_key=False)
     run, base = _run_of(buffer)
+    lines = tuple(_line(line) for line in _lines(folder / "metrics.jsonl"))
     return Evidence(
         prompts_per_step=shape["prompts_per_step"],
         generations=shape["generations"],
@@ -222,21 +224,17 @@ def read(folder: Path) -> Evidence:
         moods=tuple(problem["mood"] for problem in problems),
         planned=story["planned"],
         struck=len(story["struck"]),
-        lost_writes=tuple(
-            struck["time"]
-            for struck in story["struck"]
-            if struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] in ("failover", "damaged")
-        ),
+        lost_writes=tuple(s["time"] for s in story["struck"] if _loses_writes(s["fault"], shape["sentinels"])),
         server_killed=tuple(
             struck["time"]
             for struck in story["struck"]
             if struck["victim"] == "server"
             and (struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] == "kill")
         ),
-        checkpoints=tuple(sorted(map(_checkpoint, (folder / "archive").glob("step_*")), key=lambda c: c.version)),
+        checkpoints=_surviving(map(_checkpoint, (folder / "archive").glob("step_*")), lines),
         stored=_stored(Objects(folder / "store")) if shape["store"] else None,
         lineage=tuple(sorted(map(_lineage, (folder / "lineage").glob("step_*.jsonl.gz")), key=lambda b: b.step)),
-        lines=tuple(_line(line) for line in _lines(folder / "metrics.jsonl")),
+        lines=lines,
         observed=tuple(_observed(line, problems) for line in _lines(folder / "observed.jsonl")),
         states=_states(buffer, base),
         ended=_bits(buffer.get(base + "ended", b"")),
@@ -273,6 +271,14 @@ def read(folder: Path) -> Evidence:
         kept=_kept(buffer, base),
         bytes_held=(int(run.get(b"bytes", 0)), sum(int(group.get(b"held", 0)) for group in _groups(buffer, base))),
     )
+
+
+def _loses_writes(fault: dict[str, Any], sentinels: bool) -> bool:
+    """Of the server, or the newest checkpoints. Sentinels may promote a replica that lags, whatever is wrong with the primary."""
+    kind, target = fault["kind"], fault["target"]
+    by_machine = kind == "node" and target in ("server", "replay", "trainer", "up")
+    by_sentinels = sentinels and target == "server"
+    return kind.startswith("torn") or kind in ("failover", "damaged") or by_machine or by_sentinels
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -347,6 +353,18 @@ def _checkpoint(folder: Path) -> Checkpoint:
         ledger={int(step): ids for step, ids in json.loads((folder / "ledger.json").read_text()).items()},
         trained=frozenset(BitMap.deserialize((folder / "trained.roaring").read_bytes())),
     )
+
+
+def _surviving(checkpoints: Iterable[Checkpoint], lines: Sequence[Line]) -> tuple[Checkpoint, ...]:
+    """Those that were not lost with their trainer's machine: no rewind went back before them, and what was made there isn't known."""
+    starts = [(line.timeline, line.step) for line in lines if line.kind == "rewind"]
+    timelines = [*dict.fromkeys(line.timeline for line in lines)]
+
+    def survives(checkpoint: Checkpoint) -> bool:
+        later = timelines[timelines.index(checkpoint.timeline) + 1 :] if checkpoint.timeline in timelines else None
+        return later is not None and all(checkpoint.version <= step for of, step in starts if of in later)
+
+    return tuple(sorted(filter(survives, checkpoints), key=lambda checkpoint: checkpoint.version))
 
 
 def _stored(objects: Objects) -> tuple[Stored, ...]:

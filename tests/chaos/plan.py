@@ -10,14 +10,14 @@ import dataclasses
 import random
 from typing import Literal
 
-Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer", "agents", "up", "store"]
+Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer", "agents", "up", "store", "sentinel"]
 Phase = Literal[
     "generation", "scoring", "reserve", "checkpoint", "refit", "validation", "committed", "refilled", "closed"
 ]
 Kind = Literal[
     "kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "torn_step", "torn_refilled",
     "torn_validation", "torn_close", "failover", "no_memory", "clock", "slow", "overloaded", "bad_answers", "rival",
-    "terminate", "noise", "raises", "proxy", "damaged", "thief",
+    "terminate", "noise", "raises", "proxy", "damaged", "thief", "node",
 ]  # fmt: skip
 # Under `up`, `headrace up` runs all services but the user's environment and store, on one machine.
 Topology = Literal["embedded", "external", "up"]
@@ -27,15 +27,16 @@ SERVICES: tuple[Target, ...] = ("server", "replay", "reward", "environment", "ro
 # Those that come again and again; the queue is closed once, near the end.
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock"),
-    "replay": ("kill", "stop", "cut", "clock", "proxy"),
-    "reward": ("kill", "stop", "cut", "clock", "proxy", "thief"),
-    "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "raises", "cut"),
-    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise", "proxy"),
-    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock", "proxy", "damaged"),
-    "agents": ("kill", "stop", "cut", "half_open", "clock", "proxy"),
-    "up": ("kill", "stop", "terminate", "clock", "proxy"),
+    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock", "node"),
+    "replay": ("kill", "stop", "cut", "clock", "proxy", "node"),
+    "reward": ("kill", "stop", "cut", "clock", "proxy", "thief", "node"),
+    "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "raises", "cut", "node"),
+    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise", "proxy", "node"),
+    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock", "proxy", "damaged", "node"),
+    "agents": ("kill", "stop", "cut", "half_open", "clock", "proxy", "node"),
+    "up": ("kill", "stop", "terminate", "clock", "proxy", "node"),
     "store": ("kill", "stop", "cut", "slow", "bad_answers"),
+    "sentinel": ("kill", "stop", "cut"),
 }
 # What Headrace doesn't run.
 YOURS: tuple[Target, ...] = ("environment", "store")
@@ -79,7 +80,8 @@ class Shape:
     """How the run itself is made: small, and different from seed to seed. `prompts` end the run; with `deadly` one of them kills its
     replicas. With `duplicates` every call to the buffer's server is delivered again later. With `episodes` every prompt is a program's,
     and with `graded` its reward a grader's. With `store` checkpoints are copied to an object store; with `puller` the second replica pulls
-    its weights from there. So many `validators` evaluate beside training, where there are two replicas."""
+    its weights from there. So many `validators` evaluate beside training, where there are two replicas. With `sentinels` three of Redis's
+    Sentinels decide which server is the primary."""
 
     topology: Topology
     prompts_per_step: int
@@ -98,10 +100,11 @@ class Shape:
     store: bool = False
     puller: bool = False
     validators: int = 0
+    sentinels: bool = False
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        more = {"agents": self.episodes, "up": self.topology == "up", "store": self.store}
+        more = {"agents": self.episodes, "up": self.topology == "up", "store": self.store, "sentinel": self.sentinels}
         return (*SERVICES, *(target for target in KINDS if more.get(target)))
 
     @property
@@ -128,12 +131,13 @@ def make_shape(seed: int, faults: int, topology: Topology, *, episodes: bool = F
         # one more than whole batches: what is left over at the end is an end of its own
         prompts=prompts_per_step * (8 + 4 * faults) + 1,
         deadly=faults >= LONG,
-        duplicates=topology == "external" and rng.random() < 0.5,
+        duplicates=(duplicates := topology == "external" and rng.random() < 0.5),
         episodes=episodes,
         graded=episodes and rng.random() < 0.5,
         store=(store := rng.random() < 0.5),
         puller=store and topology != "up" and not episodes and rng.random() < 0.5,
         validators=int(not episodes and rng.random() < 0.5),
+        sentinels=topology == "external" and not duplicates and rng.random() < 0.7,
     )
 
 
@@ -170,7 +174,9 @@ def make_plan(seed: int, faults: int, shape: Shape, lease_s: float, *, clocks: b
 
 
 def _seconds(rng: random.Random, kind: Kind, target: Target, lease_s: float) -> float:
-    if kind in ("kill", "kill_engine", "failover", "terminate", "proxy", "damaged", "thief") or kind.startswith("torn"):
+    if kind in ("kill", "kill_engine", "failover", "terminate", "proxy", "damaged", "thief", "node") or kind.startswith(
+        "torn"
+    ):
         return round(rng.uniform(*((4.0, 20.0) if target == "store" else (0.0, 2.0))), 2)
     if target in YOURS:
         return round(lease_s * rng.uniform(2.0, 4.0), 2)
@@ -191,6 +197,10 @@ def _applies(kind: Kind, target: Target, shape: Shape, clocks: bool) -> bool:
         return False
     if shape.topology == "up" and target not in ("up", *YOURS):
         return kind in _SUPERVISED
+    if kind == "node" and target == "server":  # the embedded server has the machine of the replay service
+        return shape.topology == "external"
+    if kind == "node" and target in ("trainer", "up"):  # elsewhere its checkpoints are lost
+        return shape.store
     if kind == "thief":  # elsewhere nobody chose its ports but the configuration
         return False
     return (kind != "failover" or shape.topology == "external") and (kind != "clock" or clocks)

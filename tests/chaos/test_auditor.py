@@ -538,7 +538,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     write = {
         "story.json": {
             "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop", "topology": "up", "episodes": True,
-                      "store": True},
+                      "store": True, "sentinels": False},
             "planned": 1,
             "struck": [
                 {"fault": {"kind": "torn_tail", "target": "server"}, "victim": "server", "time": 5.0, "held": []},

@@ -26,7 +26,7 @@ def make_plan(
 
 
 def a_shape(topology: Topology, **shape: bool) -> Shape:
-    return dataclasses.replace(make_shape(1, LONG, topology), **{"store": False, **shape})
+    return dataclasses.replace(make_shape(1, LONG, topology), **{"store": False, "sentinels": False, **shape})
 
 
 SEEDS = range(20)
@@ -79,7 +79,8 @@ def test_only_long_runs_have_a_deadly_prompt_and_a_forgetful_server() -> None:
 
 def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:
     plan = make_plan(1, 140, "external")
-    everything = {(target, kind) for target in a_shape("external").targets for kind in KINDS[target] if kind != "thief"}
+    spared = {("reward", "thief"), ("trainer", "node")}  # they need a supervisor, and a store
+    everything = {(target, kind) for target in a_shape("external").targets for kind in KINDS[target]} - spared
     assert {(fault.target, fault.kind) for fault in plan} == everything | {("server", kind) for kind, _ in TORN}
 
 
@@ -107,12 +108,37 @@ def test_an_object_store_is_struck_in_every_phase(topology: Topology) -> None:
     assert "store" not in {fault.target for fault in make_plan(1, 140, topology)}
 
 
-def test_some_runs_have_a_store_and_of_those_some_a_replica_that_pulls() -> None:
+def test_sentinels_are_struck_in_every_phase() -> None:
+    plan = make_plan(1, a_shape("external", sentinels=True).whole, "external", sentinels=True)
+    assert {fault.phase for fault in plan if fault.target == "sentinel"} == set(PHASES)
+    assert {fault.kind for fault in plan if fault.target == "sentinel"} == set(KINDS["sentinel"])
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_machine_is_lost_that_the_run_can_do_without(topology: Topology) -> None:
+    """A trainer's only where its checkpoints are in a store, and a server's only where a replica can take its place."""
+
+    def lost(**shape: bool) -> set[str]:
+        return {fault.target for fault in make_plan(1, 140, topology, **shape) if fault.kind == "node"}
+
+    if topology == "up":
+        assert lost() == {"environment"}
+        assert lost(store=True) == {"environment", "up"}
+        return
+    always = {"replay", "reward", "environment", "rollout"} | ({"server"} if topology == "external" else set())
+    assert lost() == always
+    assert lost(store=True, episodes=True) == always | {"trainer", "agents"}
+
+
+def test_some_runs_have_a_store_a_replica_that_pulls_a_validator_or_sentinels() -> None:
     shapes = [make_shape(seed, 10, topology_of(seed), episodes=has_episodes(seed)) for seed in range(60)]
     assert {(shape.topology, shape.store) for shape in shapes} == {(t, s) for t in TOPOLOGIES for s in (True, False)}
     assert {shape.puller for shape in shapes if shape.store and shape.topology != "up"} == {True, False}
     assert not any(shape.puller for shape in shapes if not shape.store or shape.episodes or shape.topology == "up")
     assert {shape.validators for shape in shapes} == {0, 1}
+    pairs = {(shape.duplicates, shape.sentinels) for shape in shapes if shape.topology == "external"}
+    assert pairs == {(True, False), (False, True), (False, False)}
+    assert not any(shape.sentinels for shape in shapes if shape.topology != "external")
     assert not any(shape.validators for shape in shapes if shape.episodes)
 
 
