@@ -2,8 +2,8 @@
 
     python -m tests.chaos --faults 100 --seed 7
 
-A run takes up to 34 faults, and five more for each thing that not every run has (plan.py); more faults are as many runs, with seeds one after
-the other. Runs go round the embedded server, two servers of their own, and `headrace up`, unless --server names one; every
+A run takes up to 34 faults, and five more for each thing that not every run has (plan.py); more faults are as many runs, with seeds one
+after the other. Runs go round the embedded server, two servers of their own, and `headrace up`, unless --server names one; every
 other one that `headrace up` does not start is of episodes.
 """
 

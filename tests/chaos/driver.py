@@ -320,8 +320,9 @@ class Driver:
         if self._glance:
             used = self._glance.next_step * self.shape.prompts_per_step + self._glance.untrained
         left = [fault for fault in self.plan[self._undone :] if fault.phase != "closed"]
-        room = (prompts - used) / self.shape.prompts_per_step / len(left) if left else 0.0
-        pace = 0.0 if not left else 0.5 if room > 4 else 2.0 if room > 2 else 5.0
+        # one more than they are: the last may leave the pipeline at work for as long as it lasts
+        room = (prompts - used) / self.shape.prompts_per_step / (len(left) + 1)
+        pace = 0.0 if not left else 0.5 if room > 6 else 2.0 if room > 4 else 5.0
         if pace != self._conduct.pace:
             self._conduct.tell(pace=pace)
 

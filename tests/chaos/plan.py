@@ -129,7 +129,7 @@ def make_shape(seed: int, faults: int, topology: Topology, *, episodes: bool = F
         save_period=rng.choice((1, 2)),
         in_flight=rng.random() < 0.5,
         # one more than whole batches: what is left over at the end is an end of its own
-        prompts=prompts_per_step * (8 + 4 * faults) + 1,
+        prompts=prompts_per_step * (10 + 6 * faults) + 1,
         deadly=faults >= LONG,
         duplicates=(duplicates := topology == "external" and rng.random() < 0.5),
         episodes=episodes,
@@ -177,7 +177,7 @@ def _seconds(rng: random.Random, kind: Kind, target: Target, lease_s: float) -> 
     if kind in ("kill", "kill_engine", "failover", "terminate", "proxy", "damaged", "thief", "node") or kind.startswith(
         "torn"
     ):
-        return round(rng.uniform(*((4.0, 20.0) if target == "store" else (0.0, 2.0))), 2)
+        return round(rng.uniform(*((4.0, 15.0) if target == "store" else (0.0, 2.0))), 2)
     if target in YOURS:
         return round(lease_s * rng.uniform(2.0, 4.0), 2)
     return round(lease_s * rng.uniform(1.2, 2.0), 2)
