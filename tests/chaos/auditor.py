@@ -38,7 +38,7 @@ _MAX_ATTEMPTS = 3  # the default
 _CLOCK_TOLERANCE_S = 60
 _MINUTE_S = 65.0  # by the driver's clock, which sees a death before the service does
 # Faults that an environment fails of, or is late for. (One that is dead or overloaded has begun nothing.)
-_CHARGED = {"stop", "slow", "bad_answers", "raises", "cut"}
+_CHARGED = {"stop", "slow", "bad_answers", "raises", "cut", "node"}
 _CALLS = 5  # of an episode
 
 

@@ -39,7 +39,7 @@ def services(shape: Shape) -> dict[str, int]:
 
 
 def hosts(shape: Shape) -> dict[str, int]:
-    yours = {name: host for name, host in services(shape).items() if name in YOURS}
+    yours: dict[str, int] = {name: host for name, host in services(shape).items() if name in YOURS}
     return {"up": _UP_HOST, **yours} if shape.topology == "up" else services(shape)
 
 

@@ -447,7 +447,9 @@ class Driver:
 
     async def _page(self, service: str, path: str) -> str | None:
         """A service's page with its head, None if it does not answer with 200."""
-        host, port = machine_of(service, self.shape.topology), HTTP[service.split("-")[0]]
+        machine, port = machine_of(service, self.shape.topology), HTTP[service.split("-")[0]]
+        # as their configuration names them: runners by their addresses
+        host = self._network.address(machine) if service.startswith("agents") else machine
         request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAuthorization: Bearer {self._token('reader')}\r\n\r\n"
         try:
             async with asyncio.timeout(2.0):

@@ -302,8 +302,8 @@ class External:
 
     async def replace_machine(self) -> None:
         """The replica has taken its place; another machine, with an empty disk, copies it."""
-        await self.fail_over()
         self._network.add(self._lost, next(self._hosts))
+        await self.fail_over()
         self._set_role(self._lost)
 
 

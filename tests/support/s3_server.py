@@ -49,7 +49,7 @@ class S3Server:
 
     @property
     def endpoint(self) -> str:
-        return f"http://{self.server.server_address[0]}:{self.server.server_port}"
+        return f"http://{self.server.server_name}:{self.server.server_port}"
 
     def names(self, part: str = "") -> list[str]:
         return sorted(name for name in self.objects if part in name)
