@@ -1,6 +1,7 @@
 """How much one buffer can take: a thousand replicas, 5,000 open episodes and a hundred environments, with nothing but calls.
 
     python -m benchmarks.control_plane [--replicas 1000] [--episodes 5000] [--environments 100] [--steps 4] [--at-a-time 1 8 32 128]
+                                       [--runs 1] [--servers 1] [--share 1.0]
 
 Nobody generates, scores or trains here: replicas push what they have leased, runners append calls to their episodes and end them, the
 scorer scores, the trainer takes a step's groups and refits the whole fleet, over and over, each with the client that its service uses,
@@ -10,7 +11,8 @@ every trajectory and every episode that fits into the fleet once.
 `at a time` is how many calls are under way. The more there are, the longer each waits; once the server, or this process, has no time left,
 more of them bring no more trajectories. `a core of the server` is where the server would have none left: it runs functions one after
 another, so that what it spends on a trajectory, which is measured, bounds how many it takes a second. This process spends several times as
-much, on two cores it is what ends first.
+much, on two cores it is what ends first. `--share` gives each server that part of a core only, so that the servers end first. Then
+`--runs 4 --servers 1 2 4` shows what it brings to give the runs more servers: each run has its part of the fleet, at every number of them.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ import argparse
 import asyncio
 import dataclasses
 import itertools
+import os
 import secrets
+import signal
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,6 +44,7 @@ from headrace.replay import Lease, ReplayClient, Reservation
 from headrace.replay.connection import open_redis
 from headrace.replay.records import EnvironmentLimits
 
+PERIOD_S = 0.02  # in which a server has its share of a core
 GENERATIONS = 4
 TOKENS = 512
 CALLS = 3  # of an episode
@@ -72,13 +79,14 @@ class Load:
         self._replicas = {secrets.token_hex(6): self._client() for _ in range(size.replicas)}
         self._runners = {secrets.token_hex(6): self._client() for _ in range(size.runners)}
         self._under_way = asyncio.Semaphore(at_a_time)
-        self._calls: dict[str, list[float]] = defaultdict(list)
+        self.calls: dict[str, list[float]] = defaultdict(list)
         self._timeline, self._order = "", 0
 
     def _client(self) -> ReplayClient:
         return ReplayClient(open_redis(self._url), self._run_id)
 
-    async def run(self) -> dict[str, Any]:
+    async def start(self) -> None:
+        """Open the run with its fleet, and take the step that is not measured."""
         size = self._size
         environments = {name: EnvironmentLimits(episodes=True) for name in self._environments(episodes=True)}
         bounds = dataclasses.replace(limits(size.prompts, GENERATIONS, max_age=1), environments=environments)
@@ -87,20 +95,11 @@ class Load:
         await self._together(client.register_runner(name, {}) for name, client in self._runners.items())
         await self._refit(0)
         await self._step(0)
-        self._calls.clear()
-        before, began = await usage(self._service.redis), time.perf_counter()
-        for step in range(1, size.steps + 1):
+        self.calls.clear()
+
+    async def take_steps(self) -> None:
+        for step in range(1, self._size.steps + 1):
             await self._step(step)
-        wall_s, after = time.perf_counter() - began, await usage(self._service.redis)
-        trajectories = size.steps * size.prompts * GENERATIONS
-        server_s = after["cpu"] - before["cpu"]
-        return {
-            "trajectories/s": trajectories / wall_s,
-            "server, share of a core": server_s / wall_s,
-            "server, CPU ms a trajectory": 1e3 * server_s / trajectories,
-            "a core of the server: trajectories/s": trajectories / server_s,
-            "calls": {name: describe_calls(seconds) for name, seconds in self._calls.items()},
-        }
 
     async def aclose(self) -> None:
         await asyncio.gather(
@@ -195,13 +194,13 @@ class Load:
             self._timed("verify", client.verify(name, epoch, PROBE)) for name, client in self._replicas.items()
         )
         await self._service.end_epoch(epoch, aborted=False)
-        self._calls["a whole epoch"].append(time.perf_counter() - began)
+        self.calls["a whole epoch"].append(time.perf_counter() - began)
 
     async def _timed(self, name: str, call: Awaitable[T]) -> T:
         async with self._under_way:
             began = time.perf_counter()
             answer = await call
-            self._calls[name].append(time.perf_counter() - began)
+            self.calls[name].append(time.perf_counter() - began)
         return answer
 
     async def _together(self, calls: Iterable[Awaitable[T]]) -> Sequence[T]:
@@ -222,12 +221,13 @@ def call(number: int, version: int) -> Call:
     )
 
 
-def show(size: Size, results: dict[int, dict[str, Any]]) -> None:
+def show(size: Size, runs: int, results: dict[tuple[int, int], dict[str, Any]]) -> None:
     title = f"{size.replicas:,} replicas, {size.episodes:,} open episodes of {CALLS} calls, {size.environments} environments"
-    table = Table(title=f"{title}; {size.prompts:,} groups of {GENERATIONS} a step")
-    table.add_column("at a time")
-    for at_a_time in results:
-        table.add_column(str(at_a_time), justify="right")
+    title = f"{title}; {size.prompts:,} groups of {GENERATIONS} a step"
+    table = Table(title=title if runs == 1 else f"{runs} runs, each with {title}")
+    table.add_column("at a time" if runs == 1 else "servers, at a time of each run")
+    for servers, at_a_time in results:
+        table.add_column(str(at_a_time) if runs == 1 else f"{servers}, {at_a_time}", justify="right")
     first = next(iter(results.values()))
     for name in (name for name in first if name != "calls"):
         table.add_row(name, *(f"{result[name]:,.3g}" for result in results.values()))
@@ -235,7 +235,7 @@ def show(size: Size, results: dict[int, dict[str, Any]]) -> None:
     for name in sorted(first["calls"]):
         calls = [result["calls"][name] for result in results.values()]
         cells = (f"{each['p50_ms']:.1f}, {each['p99_ms']:.1f}" for each in calls)
-        table.add_row(f"{name} ({calls[0]['count'] / size.steps:,.0f} a step): p50, p99 in ms", *cells)
+        table.add_row(f"{name} ({calls[0]['count'] / size.steps / runs:,.0f} a step): p50, p99 in ms", *cells)
     Console(width=140).print(table)
 
 
@@ -245,22 +245,71 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=5000, help="open at a time, of runners with 100 each")
     parser.add_argument("--environments", type=int, default=100)
     parser.add_argument("--steps", type=int, default=4, help="that are measured, after one that is not")
-    parser.add_argument("--at-a-time", type=int, nargs="+", default=[1, 8, 32, 128], help="calls under way")
+    parser.add_argument(
+        "--at-a-time", type=int, nargs="+", default=[1, 8, 32, 128], help="calls under way, of each run"
+    )
+    parser.add_argument("--runs", type=int, default=1, help="side by side, each with its part of the fleet")
+    parser.add_argument("--servers", type=int, nargs="+", default=[1], help="over which the runs are spread")
+    parser.add_argument("--share", type=float, default=1.0, help="of a core, which each server has")
     args = parser.parse_args()
-    size = Size(args.replicas, args.episodes, args.environments, args.steps)
+    size = Size(args.replicas // args.runs, args.episodes // args.runs, args.environments, args.steps)
     results = {}
-    for at_a_time in args.at_a_time:
-        with server() as buffer:
-            results[at_a_time] = asyncio.run(measure(buffer.url, size, at_a_time))
-    show(size, results)
+    for servers, at_a_time in itertools.product(args.servers, args.at_a_time):
+        with ExitStack() as stack:
+            buffers = [stack.enter_context(server()) for _ in range(servers)]
+            stack.enter_context(slowed([buffer.pid for buffer in buffers], args.share))
+            urls = [buffer.url for buffer, _ in zip(itertools.cycle(buffers), range(args.runs))]
+            results[servers, at_a_time] = asyncio.run(measure(urls, size, at_a_time))
+    show(size, args.runs, results)
 
 
-async def measure(url: str, size: Size, at_a_time: int) -> dict[str, Any]:
-    load = Load(url, size, at_a_time)
+@contextmanager
+def slowed(pids: Sequence[int], share: float) -> Iterator[None]:
+    """Stop these processes for all of each period but `share`."""
+    ended = threading.Event()
+
+    def stop_and_go() -> None:
+        while not ended.is_set():
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(PERIOD_S * (1 - share))
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            time.sleep(PERIOD_S * share)
+
+    slowing = threading.Thread(target=stop_and_go)
+    if share < 1:
+        slowing.start()
     try:
-        return await load.run()
+        yield
     finally:
-        await load.aclose()
+        ended.set()
+        if share < 1:
+            slowing.join()
+
+
+async def measure(urls: Sequence[str], size: Size, at_a_time: int) -> dict[str, Any]:
+    """A run for each of `urls`, of which several may name the same server."""
+    loads = [Load(url, size, at_a_time) for url in urls]
+    clients = [open_redis(url) for url in dict.fromkeys(urls)]
+    try:
+        for load in loads:
+            await load.start()
+        before, began = [await usage(each) for each in clients], time.perf_counter()
+        await asyncio.gather(*(load.take_steps() for load in loads))
+        wall_s, after = time.perf_counter() - began, [await usage(each) for each in clients]
+    finally:
+        await asyncio.gather(*(load.aclose() for load in loads), *(client.aclose() for client in clients))
+    trajectories = len(urls) * size.steps * size.prompts * GENERATIONS
+    server_s = sum(each["cpu"] for each in after) - sum(each["cpu"] for each in before)
+    names = dict.fromkeys(name for load in loads for name in load.calls)
+    return {
+        "trajectories/s": trajectories / wall_s,
+        "each server's share of a core": server_s / wall_s / len(clients),
+        "servers, CPU ms a trajectory": 1e3 * server_s / trajectories,
+        "a core of a server: trajectories/s": trajectories / server_s,
+        "calls": {name: describe_calls([each for load in loads for each in load.calls[name]]) for name in names},
+    }
 
 
 if __name__ == "__main__":

@@ -86,17 +86,8 @@ class LightReplica:
         deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.derive_group(epoch.members)
         if self._channel is None or self._channel[0] != group:
-            place = GroupRank(
-                group_id=group,
-                backend=rendezvous.backend,
-                host=rendezvous.host,
-                port=rendezvous.port,
-                rank=rendezvous.first_rank(self.id, epoch.members),
-                world_size=rendezvous.world_size(epoch.members),
-                device=torch.device("cpu"),
-                secret=rendezvous.secret,
-                connect_s=rendezvous.connect_s,
-            )
+            rank = rendezvous.first_rank(self.id, epoch.members)
+            place = GroupRank(**rendezvous.place(rank, epoch.members), device=torch.device("cpu"))
             self._channel = group, Channel.follow(place, deadline)
         buckets = receive(self._channel[1], rendezvous.manifest, deadline)
         self.load({name: tensor.clone() for bucket in buckets for name, tensor, _ in bucket})

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import linecache
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -118,6 +119,16 @@ def write_data(data: Any, folder: Path) -> Path:
             raise ConfigError(f"data: the run has other rows, in {other}; give another run.id")
     _write(path, content)
     return path
+
+
+def name_arguments(error: str, folder: Path) -> str:
+    """Return an error of the run with the arguments in the place of their files in `folder`, which are gone if it has not started."""
+    file, key = rf"{re.escape(str(folder / DATA))}\.(?:jsonl|parquet)", r"data\.train(?:\[0\])?\.data_path"
+    error = re.sub(rf"{file}:(\d+)", lambda line: f"data[{int(line[1]) - 1}]", error)
+    error = re.sub(rf"row (\d+) of {file}", r"row \1 of data", error)
+    error = re.sub(rf" \({key}\)(?: \(command line\))?", "", error)
+    error = re.sub(rf"{key} {file}|{key}|{file}", "data", error)
+    return error.replace(str(folder / REWARD), "reward")
 
 
 def _json_lines(data: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -114,7 +114,7 @@ def _start(folder: Path, file: Path, overrides: list[str]) -> subprocess.Popen[b
             if process.poll() is not None and not _has_started(folder, begun):
                 said = log.read_bytes()[said_before:].decode(errors="replace")
                 if process.returncode:
-                    raise ServiceError(_error(said))
+                    raise ServiceError(inputs.name_arguments(_error(said), folder / INPUTS))
                 say(Console(), said.strip(), keep="\n")  # nothing is left to train
                 break
             time.sleep(_POLL_S)

@@ -159,7 +159,9 @@ class AlgorithmConfig(Section):
     )
     val_at_end: MayChange[bool] = Field(False, description="validate after the last step")
     val_start_at: MayChange[int] = Field(-1, description="val_period takes effect after this many steps")
-    max_val_samples: MayChange[int] = Field(256, ge=1, description="held-out prompts in a validation")
+    max_val_samples: MayChange[int] = Field(
+        256, ge=1, description="held-out prompts in a validation, the first of data.validation"
+    )
     val_num_generations_per_prompt: MayChange[int] = Field(
         1,
         ge=1,

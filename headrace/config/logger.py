@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 from pydantic import Field
@@ -36,6 +37,10 @@ class MLflowConfig(Section):
         None,
         description="where a new experiment stores its files; null: beside that SQLite file, or where the server stores them",
     )
+
+    @property
+    def server(self) -> str | None:
+        return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
 
 
 class GPUMonitoringConfig(Section):

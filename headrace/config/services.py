@@ -328,8 +328,8 @@ class CheckpointingConfig(Section):
     )
     snapshot_dir: MayChange[AnyPath[str | None]] = Field(
         None,
-        description="folder of the trainer's host, in memory (/dev/shm), for a snapshot of each step between the checkpoints, from which "
-        "the trainer continues after one of its processes died; null: none",
+        description="folder of each of the trainer's hosts, in memory (/dev/shm), for a snapshot of each step between the checkpoints, "
+        "from which the trainer continues after one of its processes died; null: none",
     )
     save_period: MayChange[int] = Field(
         10, ge=1, description="steps between checkpoints; the steps since the last one are trained again after a crash"
@@ -348,7 +348,7 @@ class CheckpointingConfig(Section):
     metric_name: MayChange[str | None] = Field(
         "val:accuracy", pattern=r"^(val|train):.+$", description="null keeps the newest"
     )
-    higher_is_better: MayChange[bool] = True
+    higher_is_better: MayChange[bool] = Field(True, description="of metric_name; without effect where that is null")
     save_optimizer: Fixed[bool] = True
 
     @property

@@ -112,7 +112,7 @@ def score_from_wire(result: pb.Result) -> Score:
                 raise CodecError(f"the environment returned {name} {value[:40]!r}…, more than {BUILD_BYTES} bytes")
         if not 0 <= result.took_ms < math.inf:
             raise CodecError(f"the environment answered took_ms {result.took_ms}, not a number of milliseconds")
-        score = Score(
+        return Score(
             status,
             reward=result.reward if status == "SCORED" else None,
             components=dict(result.components),
@@ -123,7 +123,6 @@ def score_from_wire(result: pb.Result) -> Score:
             timings={"environment": result.took_ms / 1000} if result.HasField("took_ms") else {},
             traceback=result.traceback,
         )
-        return score.with_early_traceback()
     except CodecError as error:
         return Score("FAILED", message=str(error), environment=result.environment[:40], build=result.build[:40])
 

@@ -111,6 +111,7 @@ class Pipeline:
         self._of_checkpoints = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
         self._environments: list[dict[str, Any]] = []  # the hub's last report
         self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
+        self._edited: dict[str, int] = {}  # by environment whose file was edited: the restarts of its process before
         self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
         self._notes: dict[str, str] = {}  # by service: why it is not ready
         self._ready_at: dict[str, float] = {}  # by service: when it last was ready
@@ -155,10 +156,11 @@ class Pipeline:
                 supervise = self.supervisor.supervise
                 first = (self.children.replay, self.children.reward, *self.children.environments.values())
                 running = [tasks.create_task(supervise(child)) for child in first]
-                await asyncio.gather(*(self._until_ready(*page) for page in self._ready_pages()[:2]))
+                pages = self._ready_pages()[:2]
+                await asyncio.gather(*(self._until_ready(*page) for page in pages))
                 # before any model is loaded: an environment that can't be served is an error, one that others start is waited for
                 while any(child.state != "ready" for child in self.children.environments.values()):
-                    await self._look_at_environments(0.0)
+                    await self._look(pages)
                     self._show([])
                     await asyncio.sleep(LOOK_S)
                 async with contextlib.aclosing(
@@ -244,13 +246,18 @@ class Pipeline:
             child.note_probe(alive not in (503, NO_ANSWER), after_s)
 
     async def _look_at_environments(self, after_s: float) -> None:
-        """Ask the hub which environments it can reach. While it does not answer, nothing changes."""
+        """Ask the hub which environments it can reach. While it does not answer, nothing changes. Raises `ServiceError` if it
+        doesn't know one that is started here: it never will."""
         config, now = self.config.reward, time.monotonic()
         status, answer = await self._ask(config.host, config.http_port, "/v1/environments")
         found = parse_json(answer) if status == 200 else None
         if found is None:
             return
         self._environments = found
+        for name in self.children.environments.keys() - {each["name"] for each in found}:
+            raise ServiceError(
+                f"the reward service has no environment {name}, so the run would wait for it for ever; see {self.children.reward.log}"
+            )
         reached = {each["name"] for each in found if each["ready"]}
         away = [each["name"] for each in found if not each["ready"]]
         self._waiting_since = {name: self._waiting_since.get(name, now) for name in away}
@@ -271,6 +278,7 @@ class Pipeline:
         assert isinstance(environment, TargetConfig)  # no other has a file that is watched
         problem = await asyncio.to_thread(environment_processes.loading_problem, environment.target)
         if problem is None:
+            self._edited[name] = child.restarts
             self.supervisor.replace(child, changed, signal.SIGTERM)
         else:
             self.display.print(
@@ -286,15 +294,33 @@ class Pipeline:
             address = known.get(name, {}).get("address")
             return f"environment {name} at {address}" if address else f"environment {name}"
 
-        waits = [Wait(whom(name), now - since, known[name]["message"]) for name, since in self._waiting_since.items()]
+        waits = [
+            Wait(whom(name), now - since, self._reload(name) or known[name]["message"])
+            for name, since in self._waiting_since.items()
+        ]
         replay = self.children.replay.name
         if replay in self._ready_at and self._notes[replay]:
             waits.append(Wait("the buffer's server", now - self._ready_at[replay], self._notes[replay]))
-        return waits + [
-            Wait(whom(name), state.broken_s, f"it is broken: {state.message}{self._repair(name)}")
-            for name, state in self._broken.items()
-            if name not in self._waiting_since
-        ]
+        for name, state in self._broken.items():
+            if name not in self._waiting_since:
+                reload = self._reload(name) if state.kind == "NOT_STARTED" else ""
+                broken = f"it is broken: {state.message}{self._repair(name)}"
+                waits.append(Wait(whom(name), state.broken_s, reload or broken))
+        return waits
+
+    def _reload(self, environment: str) -> str:
+        """Return that an environment restarts because its file was edited; empty unless it does, and for one that has ended again since."""
+        restarts, child = self._edited.get(environment), self.children.environments.get(environment)
+        if restarts is None or child is None or child.restarts > restarts + 1:
+            return ""
+        return f"it restarts with the changed {child.source}"
+
+    def _forget_edits(self) -> None:
+        """Forget those that are in use: their process is a new one, and their breaker, which may have opened meanwhile, is closed."""
+        for name, restarts in [*self._edited.items()]:
+            child = self.children.environments[name]
+            if child.state == "ready" and child.restarts > restarts and name not in self._broken:
+                del self._edited[name]
 
     def _repair(self, environment: str) -> str:
         """Return the remedy for a broken environment that is served from a file; empty for any other."""
@@ -322,6 +348,7 @@ class Pipeline:
                 f"{child.log_tail()}"
             ) from None
         child.set_ready(True, "")
+        child.note_probe(True, 0.0)
         self._notes[child.name] = ""
         self._show([])
 
@@ -350,18 +377,13 @@ class Pipeline:
     async def _poll(self, client: ReplayClient) -> None:
         """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
         self._say_of_checkpoints()
-        # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
-        now = time.monotonic()
-        after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
-        await asyncio.gather(
-            *(self._probe(*page, after_s) for page in self._ready_pages()), self._look_at_environments(after_s)
-        )
-        self._replace_silent()
+        after_s = await self._look(self._ready_pages())
         try:
             entries = await client.metrics(self.summary.last_entry)
             replicas, runners = await client.replicas(), await client.runners()
             self.summary.counts = await self._counts(client)
             self._broken = {each.name: each for each in await client.environments() if each.broken}
+            self._forget_edits()
             if self.summary.failed:
                 self.summary.failures = frequent(await client.failures())
         except ReplayUnavailable as error:
@@ -379,6 +401,16 @@ class Pipeline:
                 if kind == "train":
                     self._note_progress(step)
         self._show(replicas, after_s, runners)
+
+    async def _look(self, pages: Sequence[tuple[Child, str, int]]) -> float:
+        """Ask the services with these pages, and the environments, how they are. Replace the silent ones. Returns the time since the last
+        look."""
+        # a supervisor that was frozen itself, or waited for the buffer, must not mistake its own silence for a service's
+        now = time.monotonic()
+        after_s, self._asked = min(now - self._asked, LONGEST_PROBE_GAP_S), now
+        await asyncio.gather(*(self._probe(*page, after_s) for page in pages), self._look_at_environments(after_s))
+        self._replace_silent()
+        return after_s
 
     def _replace_silent(self) -> None:
         """Replace the services that have answered nothing for too long."""

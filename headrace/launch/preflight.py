@@ -17,7 +17,7 @@ from headrace.config.environments import LLMJudgeConfig, TargetConfig
 from headrace.config.loading import InvalidConfig, Loaded
 from headrace.config.root import TEACHER_KEY
 from headrace.env.kit.example_samples import read_labels
-from headrace.launch import environment_processes, shell
+from headrace.launch import environment_processes, shell, tracker_login
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import rpc
 from headrace.net.credentials import Credentials, load_credentials
@@ -55,7 +55,7 @@ def look(loaded: Loaded) -> list[str]:
     path = config.security.credentials
     # `up` makes the file if it doesn't exist
     credentials = load_credentials(config) if path is not None and Path(path).exists() else None
-    return warnings + asyncio.run(_unreachable(config, credentials))
+    return [*warnings, *asyncio.run(_unreachable(config, credentials)), *tracker_login.find_problems(config.logger)]
 
 
 def _look_at_named(loaded: Loaded, without: Collection[str] = ()) -> list[str]:

@@ -1,26 +1,21 @@
-"""The groups of a run: what became of each prompt. From the history of groups, or, where an older build has written none, from lineage and
-sample files, which know the trained groups alone."""
+"""The groups of a run: what became of each prompt. From the history of groups, lineage and sample files."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gzip
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from headrace.base.errors import CodecError, HeadraceError
-from headrace.base.files import UNREADABLE
+from headrace.base.errors import HeadraceError
 from headrace.page.run_files import NotHere, RunFiles, check_file
 from headrace.records.group_event import GroupEvent
-from headrace.records.origin import GroupLineage, Origin
+from headrace.records.origin import Origin
 from headrace.records.trajectory import Message
-from headrace.run import group_rewards
-from headrace.run.group_query import NO_BOUND, SHOWN, GroupQuery, GroupStory, GroupSummary
+from headrace.run.group_query import NO_BOUND, GroupQuery, GroupStory, GroupSummary
 from headrace.run.group_record import State
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
@@ -30,12 +25,6 @@ from headrace.run.samples import find_expected, write_prompt
 
 # Prompts with a text, of which the groups are found: counting and sorting those of more takes seconds.
 MOST_TEXTS = 10_000
-# Newest steps whose lineage is read, of a run without a history of groups.
-OLD_STEPS = 300
-WITHOUT_HISTORY = (
-    "the build that ran it wrote no history of groups, so only trained groups are known, of the newest "
-    f"{OLD_STEPS} steps at most, and prompts only where samples are kept"
-)
 
 
 class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,46 +54,31 @@ class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
 def list_groups(run: RunFiles, query: GroupQuery) -> dict[str, Any]:
     """Return the groups that `query` finds, and how many there are by state. Raises `ConfigError` without pyarrow."""
     history, problems = run.indexing.history()
-    if history is not None:
-        query = dataclasses.replace(query, most_texts=MOST_TEXTS if query.text else NO_BOUND)
-        total, found = history.find(query)
-        states, lost, problems = history.states(query), history.lost(), [*problems, *history.damaged]
-        if history.has_more_texts(query):
-            problems.append(f"more than {MOST_TEXTS:,} prompts have this text; only groups of the first are shown")
-    else:
-        known, problems = _old_groups(run)
-        among = [group for group in known if _matches(group, dataclasses.replace(query, states=()))]
-        wanted = [group for group in among if not query.states or group.state in query.states]
-        total, found = len(wanted), _sort(wanted, query.sort)[query.offset : query.offset + query.limit]
-        states, lost = dict(Counter(group.state for group in among)), 0
+    query = dataclasses.replace(query, most_texts=MOST_TEXTS if query.text else NO_BOUND)
+    total, found = history.find(query)
+    states, lost, problems = history.states(query), history.lost(), [*problems, *history.damaged]
+    if history.has_more_texts(query):
+        problems.append(f"more than {MOST_TEXTS:,} prompts have this text; only groups of the first are shown")
     shown = [describe_group(group) for group in found]
     return {"total": total, "groups": shown, "states": states, "lost_events": lost, "problems": problems}
 
 
 def count_groups(run: RunFiles, state: Now | None) -> tuple[dict[str, int], list[str]]:
     """Return the number of groups by state, training groups and those that were evaluated, and what could not be read: from the history of
-    groups, while the run is up with its own newer counts; without a history, the groups of its steps."""
+    groups, and while the run is up with its own newer counts."""
     problems: list[str] = []
     counts: dict[str, int] = {}
     try:
         history, problems = run.indexing.history()
-        if history is not None:
+        if found := history.states():  # without any, nothing is known
             counts = dict.fromkeys(get_args(State), 0) | history.states(GroupQuery(lane="train"))
-            counts["evaluated"] = history.states(GroupQuery(lane="validation")).get("evaluated", 0)
-            problems += history.damaged
+            counts["evaluated"] = found.get("evaluated", 0)
+        problems += history.damaged
     except HeadraceError as error:
         problems = [str(error)]
     if state is not None and (run.history.state == "running" or not counts):
         counts |= state.counts
-    if not counts and (steps := len(run.journal.columns["train"].steps)):
-        counts = {"trained": steps * run.config.algorithm.num_prompts_per_step}
-        problems += without_history(run)
     return counts, problems
-
-
-def without_history(run: RunFiles) -> list[str]:
-    """Return what is not known of a run that has trained and has no history of groups."""
-    return [WITHOUT_HISTORY] if run.history.last_step is not None else []
 
 
 def describe_group(group: GroupSummary) -> dict[str, Any]:
@@ -144,32 +118,11 @@ def describe_story(run: RunFiles, group_id: str) -> dict[str, Any]:
 def find_story(run: RunFiles, group_id: str) -> tuple[GroupStory, list[str]]:
     """Return the story of a group, and what could not be read. Raises `NotHere`."""
     history, problems = run.indexing.history()
-    if history is not None:
-        problems = [*problems, *history.damaged]
-        if (story := history.story(group_id)) is not None:
-            return story, problems
-        known = list[GroupSummary]()
-    else:
-        known, problems = _old_groups(run)
-    ordered = _sort(known, "order")
-    for place, group in enumerate(ordered):
-        if group.id == group_id:
-            event = GroupEvent(
-                f"{int(1000 * (group.ended or 0.0))}-0",
-                0,
-                "trained",
-                group_id,
-                step=group.step,
-                timeline=group.timeline,
-            )
-            before = ordered[place - 1].id if place else None
-            after = ordered[place + 1].id if place + 1 < len(ordered) else None
-            story = GroupStory(
-                summary=group, prompt=group.prompt, messages=None, expected=None, events=(event,), previous=before, next=after
-            )  # fmt: skip
-            return story, problems
-    said = f" ({'; '.join(problems)})" if problems else ""
-    raise NotHere(f"run {run.name} has no group {group_id!r:.100}{said}")
+    problems = [*problems, *history.damaged]
+    if (story := history.story(group_id)) is None:
+        said = f" ({'; '.join(problems)})" if problems else ""
+        raise NotHere(f"run {run.name} has no group {group_id!r:.100}{said}")
+    return story, problems
 
 
 def _describe_event(event: GroupEvent) -> dict[str, Any]:
@@ -328,111 +281,9 @@ def _origins(run: RunFiles, summary: GroupSummary) -> tuple[dict[int, Origin], l
     if summary.step is None or summary.state != "trained":
         return {}, []
     try:
-        for group in _lineage(run).read(summary.step):
+        for group in LineageFiles(run.config.checkpoint_folder / LINEAGE).read(summary.step):
             if group.group == summary.id:
                 return {origin.index: origin for origin in group.trajectories}, []
     except HeadraceError as error:
         return {}, [str(error)]
     return {}, []
-
-
-# -- runs of older builds
-
-
-def _lineage(run: RunFiles) -> LineageFiles:
-    return LineageFiles(run.config.checkpoint_folder / LINEAGE)
-
-
-def _old_groups(run: RunFiles) -> tuple[list[GroupSummary], list[str]]:
-    """Return the trained groups of the newest steps, and what could not be read."""
-    problems = without_history(run)
-    lineage = _lineage(run)
-    samples = SampleFiles.of(run.config)
-    kept = set(samples.steps("train"))
-    times = {line.step: line.time for line in run.journal.lines if line.kind == "train"}
-    found: list[GroupSummary] = []
-    try:
-        steps = [step for step, _ in lineage.files()][-OLD_STEPS:]
-    except HeadraceError as error:
-        return [], [*problems, str(error)]
-    for step in steps:
-        try:
-            prompts: dict[str, str] = {}
-            if step in kept:
-                prompts = {head.group: write_prompt(head.messages) for head in _all_heads(samples.path("train", step))}
-            found += [_old_group(group, prompts, times.get(step)) for group in lineage.read(step)]
-        except HeadraceError as error:
-            problems.append(str(error))
-    return found, problems
-
-
-def _all_heads(path: Path) -> Iterator[SampleHead]:
-    try:
-        with gzip.open(check_file(path, path.parent)) as file:
-            for line in file:
-                yield msgspec.json.decode(line, type=SampleHead)
-    except FileNotFoundError:
-        return
-    except UNREADABLE as error:
-        raise CodecError(f"{path}: not a file of samples ({error}); move it away") from error
-
-
-def _old_group(group: GroupLineage, prompts: Mapping[str, str], time: float | None) -> GroupSummary:
-    origins = group.trajectories
-    rewards = tuple(origin.reward for origin in origins)
-    versions = [part.version for origin in origins for part in origin.ranges]
-    oldest = min(versions, default=None)
-    return GroupSummary(
-        id=group.group,
-        lane="train",
-        order=group.order,
-        epoch=None,
-        task=group.task,
-        environment=next((origin.environment for origin in origins if origin.environment), group.env),
-        n=len(origins),
-        prompt=prompts.get(group.group, "")[:SHOWN],
-        source=None,
-        state="trained",
-        reason=group.reason,
-        step=group.step,
-        timeline=group.timeline,
-        attempts=max((origin.attempt for origin in origins), default=1),
-        replicas=tuple(sorted({part.replica for origin in origins for part in origin.ranges})),
-        build=next((origin.build for origin in origins if origin.build), None),
-        rewards=rewards,
-        mean=group_rewards.mean(rewards),
-        spread=group_rewards.spread(rewards),
-        tokens=tuple(origin.tokens for origin in origins),
-        oldest_version=oldest,
-        newest_version=max(versions, default=None),
-        age=None if oldest is None or group.step is None else group.step - oldest,
-        enqueued=time or 0.0,
-        ended=time,
-    )
-
-
-def _matches(group: GroupSummary, query: GroupQuery) -> bool:
-    text = query.text.casefold()
-    return (
-        (not text or text in group.prompt.casefold() or query.text == group.id)
-        and (query.lane in (None, group.lane))
-        and (query.environment in (None, group.environment))
-        and (query.task in (None, group.task))
-        and (query.step in (None, group.step))
-        and (query.reason in group.reason)
-        and (query.replica is None or query.replica in group.replicas)
-        and (query.build in (None, group.build))
-        and query.row is None
-    )
-
-
-def _sort(groups: Iterable[GroupSummary], sort: str) -> list[GroupSummary]:
-    """Sort as `GroupQuery.sort` says; what has no value is last."""
-    name, descending = sort.removeprefix("-"), sort.startswith("-")
-    field = {"reward": "mean"}.get(name, name)
-
-    def place(group: GroupSummary) -> tuple[bool, float]:
-        value = getattr(group, field)
-        return value is None, 0.0 if value is None else -value if descending else value
-
-    return sorted(groups, key=place)

@@ -22,11 +22,9 @@ class Indexing:
         self._thread: threading.Thread | None = None
         self._error: HeadraceError | None = None
 
-    def history(self) -> tuple[GroupHistory | None, list[str]]:
-        """Return the groups that can be asked for now, None if an older build has written no history of groups, and what they lack. Raises
-        `ConfigError` without pyarrow, and for an index that can't be written."""
-        if not group_files.list_files(self._folder):
-            return None, []
+    def history(self) -> tuple[GroupHistory, list[str]]:
+        """Return the groups that can be asked for now, and what they lack. Raises `ConfigError` without pyarrow, and for an index that
+        can't be written."""
         whole = GroupHistory(self._folder)
         missing, share = whole.missing()
         if self._thread is None and missing > WAITED_FOR:

@@ -104,15 +104,7 @@ class Score(msgspec.Struct, frozen=True, tag_field="schema", tag=1):
         """Decode a score. Raises `CodecError` for bytes that are not a score, and for more than `SCORE_BYTES`."""
         if len(data) > SCORE_BYTES:
             raise CodecError(f"score: {len(data)} bytes; it has at most {SCORE_BYTES}")
-        return _SCORE.decode(data).with_early_traceback()
-
-    def with_early_traceback(self) -> Score:
-        """Return the score with the traceback that earlier builds and their environments put into the metadata of a failure."""
-        text = self.metadata.get("traceback")
-        if self.status == "SCORED" or self.traceback or not isinstance(text, str):
-            return self
-        others = {name: value for name, value in self.metadata.items() if name != "traceback"}
-        return msgspec.structs.replace(self, metadata=others, traceback=text)
+        return _SCORE.decode(data)
 
 
 _SCORE = Codec(Score)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -9,8 +10,10 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from redis.asyncio import Redis
 
 from headrace.base.errors import CodecError, InvalidCall, ReplayError, Unstaged
+from headrace.base.tasks import cancel
 from headrace.records.trajectory import Trajectory
 from headrace.replay.base_client import of_bounded_size, transfer_all
 from headrace.replay.connection import refusal
@@ -22,6 +25,16 @@ _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "ne
 
 
 class RolloutClient(LeaseClient):
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        super().__init__(redis, run_id)
+        self._to_push: list[tuple[Lease, Trajectory, asyncio.Future[None]]] = []
+        self._pushing: asyncio.Task[None] | None = None
+
+    async def aclose(self) -> None:
+        if self._pushing is not None:
+            await cancel([self._pushing])
+        await super().aclose()
+
     async def register(self, replica: str, info: Mapping[str, Any], loading: bool = False) -> None:
         """Register a replica as STALE, or as LOADING. `replica` is a nonce: one that has left or died can't register again. `info` is for
         people: each value is a text, a finite number or a flag. Raises `Fenced`, `InvalidCall`."""
@@ -64,10 +77,36 @@ class RolloutClient(LeaseClient):
 
     async def push(self, lease: Lease, trajectory: Trajectory) -> None:
         """Hand in one finished trajectory (law 3: index not yet pushed, 0 <= index < `lease.count`). Pushing the same index again under the
-        same token is a no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`; a refused push leaves nothing behind."""
-        (error,) = await self.push_many([(lease, trajectory)])
-        if error is not None:
-            raise error
+        same token is a no-op. Raises `LeaseLost`, `Surplus`, `WrongTimeline`, `InvalidCall`; a refused push leaves nothing behind.
+
+        An engine finishes many trajectories at a time, and a call costs client and buffer more than each trajectory in it. So those that
+        are pushed during one call wait for the next. One that is cancelled before its call is not sent."""
+        pushed = asyncio.get_running_loop().create_future()
+        self._to_push.append((lease, trajectory, pushed))
+        if self._pushing is None or self._pushing.done():
+            self._pushing = asyncio.create_task(self._push_together())
+        await pushed
+
+    async def _push_together(self) -> None:
+        while self._to_push:
+            batch = [each for each in self._to_push if not each[-1].done()]
+            self._to_push.clear()
+            errors: Sequence[Exception | None]
+            try:
+                errors = await self.push_many([(lease, trajectory) for lease, trajectory, _ in batch])
+            except asyncio.CancelledError:  # the client is closed
+                for *_, pushed in (*batch, *self._to_push):
+                    pushed.cancel()
+                raise
+            except Exception as failure:  # noqa: BLE001  # every push of the batch raises it
+                errors = [failure] * len(batch)
+            for (*_, pushed), error in zip(batch, errors, strict=True):
+                if pushed.done():  # cancelled
+                    continue
+                if error is None:
+                    pushed.set_result(None)
+                else:
+                    pushed.set_exception(error)
 
     async def push_many(self, items: Sequence[tuple[Lease, Trajectory]]) -> list[ReplayError | CodecError | None]:
         """Push many at once. Returns, for each, None or the error that `push` would raise."""

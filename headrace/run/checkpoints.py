@@ -42,7 +42,8 @@ _PUBLISHED = re.compile(r"step_(0|[1-9][0-9]*)")
 _ASIDE = re.compile(r"damaged-step_([0-9]+)-.+")
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 _HASHING = 4  # files at a time
-# version, timeline; builds from before the chain wrote no timeline
+DISCARDED = ".unfinished-removed-"  # begins the names of what could not be removed
+# version (or, of what could not be removed, a number), timeline; builds from before the chain wrote no timeline
 _UNFINISHED = re.compile(r"\.unfinished-(?:step_|leaving_|removed-)([0-9]+)(?:-([A-Za-z0-9_-]+))?")
 
 

@@ -9,7 +9,7 @@ the differences between single steps, because the rewards of small batches vary.
 *Completions repeat themselves.* The share of repeated tokens (`repetition`) is above one half, and well above that of the first steps.
 Rewards may rise meanwhile, if repetition is what they reward.
 
-The likely cause of a fall is the first one in `_explain` that fits.
+The likely cause of a fall is another build of an environment, or else the first one in `_explain` that fits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ Metrics = Mapping[str, float]
 @dataclasses.dataclass(frozen=True)
 class Collapse:
     """A collapse that lasts. `step` is its first step. `before` and `after` are means of metrics: over the best window of the run (for
-    repetition the first), and over that in which the collapse was noticed."""
+    repetition the first), and over that in which the collapse was noticed. `edited_at`: the step from which on another build of an
+    environment scores, which explains it."""
 
     step: int
     what: str
@@ -58,6 +59,7 @@ class Collapse:
     remedy: str
     before: Metrics
     after: Metrics
+    edited_at: int | None = None
 
     @property
     def evidence(self) -> list[str]:
@@ -66,7 +68,10 @@ class Collapse:
         return [f"{name} {before} → {after}" for name, (before, after) in shown.items() if before != after]
 
     def __str__(self) -> str:
-        return f"the policy collapsed at step {self.step}: {self.what}. {self.cause}; {self.remedy}"
+        said = f"the policy collapsed at step {self.step}"
+        if self.edited_at is not None:
+            said = f"an environment was edited at step {self.edited_at}, which may be no fault of the policy"
+        return f"{said}: {self.what}. {self.cause}; {self.remedy}"
 
     def describe_way_back(self, run: str, checkpoints: Sequence[int]) -> str:
         """Return how to continue from before it, if any of the run's `checkpoints` (versions, oldest first) allows that."""
@@ -138,8 +143,10 @@ class CollapseDetector:
         if self.found is not None:
             return self.found
         step = next(line.step for line in self._since_best if line.metrics["reward"] < lowest)
-        cause, remedy = self._explain(now)
         what = f"the mean reward fell from {self._best['reward']:.3g} to {now['reward']:.3g}"
+        for edited_at, change in build_changes((line.step, line.builds) for line in self._since_best):
+            return Collapse(step, what, f"In {change}", "look at what it scores now", self._best, now, edited_at)
+        cause, remedy = self._explain(now)
         return Collapse(step, what, cause, remedy, self._best, now)
 
     def _largest_fall(self) -> float:
@@ -151,11 +158,8 @@ class CollapseDetector:
         return max((best - self._first["reward"]) / 2, little, _STANDARD_ERRORS * deviation / math.sqrt(WINDOW))
 
     def _explain(self, now: Metrics) -> tuple[str, str]:
-        """Return the likely cause of a fall, and the remedy."""
+        """Return the likely cause of a fall that no build explains, and the remedy."""
         best, since = self._best, self._since_best
-        builds = ((line.step, line.builds) for line in since)
-        for _, change in build_changes(builds):
-            return f"In {change}", "look at what it scores now"
         highest = {name: max((line.metrics.get(name, 0.0) for line in since), default=0.0) for name in _WATCHED}
         if highest["off_policy_tokens"] >= _OFF_POLICY:
             return (

@@ -37,7 +37,7 @@ def alarms(step: int, metrics: Mapping[str, float], only: Collection[str] = ALAR
             "nothing to learn from, all groups have had equal rewards for several steps; see the trainer's log"
         )
     if metrics.get("collapse_alarm"):
-        found["collapse"] = "the policy has collapsed; see the trainer's log"
+        found["collapse"] = "the reward fell, or completions repeat themselves; see the trainer's log"
     if given_up := metrics.get("weight_channel_alarm"):
         how = "weights travel by gloo, because NCCL can't" if given_up > 1 else "only with blocking calls does NCCL"
         found["weight_channel"] = f"{how} connect the trainer and its replicas; {NCCL_REMEDY}"

@@ -25,8 +25,7 @@ from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 
 RECORD = "run.json"
 CURVES = "curves.html"
-# What the best is the best of, where `checkpointing.metric_name` is null: the first of them that has values.
-_BEST_BY = ("val:accuracy", "train:reward")
+_REWARD = "train:reward"
 RUN_LOCK = ".lock"  # `headrace up` holds it, in the run's folder
 
 State = Literal["running", "finished", "stopped", "failed", "killed", "unknown"]
@@ -90,9 +89,8 @@ class RunHistory:
 
     def best(self) -> Best | None:
         """Return the best value of the metric that chooses checkpoints, or of the reward if that metric has no values."""
-        settings, (accuracy, reward) = self.config.checkpointing, _BEST_BY
-        name = settings.metric_name or accuracy
-        return find_best(self.lines, name, settings.higher_is_better) or find_best(self.lines, reward, True)
+        found = (find_best(self.lines, *by) for by in [*_best_by(self.config), (_REWARD, True)])
+        return next(filter(None, found), None)
 
 
 # -- metrics of a history
@@ -126,14 +124,22 @@ def find_best(lines: Sequence[Line], name: str, higher_is_better: bool) -> Best 
     return None if step is None else Best(name, step, found[step])
 
 
+def _best_by(config: Config) -> list[tuple[str, bool]]:
+    """Return what the best is the best of, and whether higher is better: the metric that chooses checkpoints. Where none does, the first of
+    these that has values."""
+    settings = config.checkpointing
+    if settings.metric_name is None:
+        return [("val:accuracy", True), (_REWARD, True)]  # `higher_is_better` is of the metric that is not there
+    return [(settings.metric_name, settings.higher_is_better)]
+
+
 def best_weights(config: Config) -> tuple[int, str, float] | None:
     """Return the version with the best value of `checkpointing.metric_name`, that metric and the value; None if no checkpoint has a value.
     Where it is null, the metric is the accuracy, or without validations the reward. The version is that of a checkpoint, or 0 if the
     validation of the initial model was better than that of every checkpoint. Raises `ServiceError` for a journal or metrics that can't be
     read."""
-    settings = config.checkpointing
-    for metric in _BEST_BY if settings.metric_name is None else [settings.metric_name]:
-        found = _best_weights(config, metric, higher_is_better=settings.higher_is_better)
+    for metric, higher_is_better in _best_by(config):
+        found = _best_weights(config, metric, higher_is_better=higher_is_better)
         if found is not None:
             return found[0], metric, found[1]
     return None

@@ -23,7 +23,8 @@ FILE = "prompts.json"
 class PromptCounts(msgspec.Struct, frozen=True):
     """The numbers of a run's prompts. `train` and `validation` count the distinct prompts that it uses, `orders` the training prompts of
     all epochs. Left out of training are `duplicates`, those that are `held_out` for validation, and those that are `too_long`; left out of
-    validation are `too_long_validation`. `digest` is the same for the same prompts in the same order."""
+    validation are `too_long_validation`. `unvalidated` are the tasks whose held-out prompts come after the first `max_val_samples`.
+    `digest` is the same for the same prompts in the same order."""
 
     train: int
     validation: int
@@ -33,6 +34,7 @@ class PromptCounts(msgspec.Struct, frozen=True):
     held_out: int = 0
     too_long: int = 0
     too_long_validation: int = 0
+    unvalidated: tuple[str, ...] = ()
 
     def lines(self, config: Config) -> list[str]:
         """Return for people how many prompts the run has, and what ends it first; for an evaluation, how many it asks."""
@@ -49,7 +51,10 @@ class PromptCounts(msgspec.Struct, frozen=True):
             if count
         ]
         train = f"{self.train} to train on" + (f" (left out: {', '.join(left_out)})" if left_out else "")
-        validation = f"{self.validation} to validate on{too_long}"
+        validation, most = f"{self.validation} to validate on{too_long}", config.algorithm.max_val_samples
+        if self.validation > most:
+            none = f", none of {', '.join(self.unvalidated)}" if self.unvalidated else ""
+            validation += f", the first {most} each time ({config.algorithm.name}.max_val_samples){none}"
         return [f"prompts: {train}, {validation}", f"steps: {self._steps(config)}"]
 
     def check(self, config: Config) -> None:

@@ -12,7 +12,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
-from headrace_services.refit.backends import Backend
 from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank
 from headrace_services.refit.manifest import ADAPTER, Manifest
 from headrace_services.refit.proof import AdapterProof, WeightProof
@@ -55,41 +53,13 @@ Buckets = Iterator[list[ReceivedTensor]]
 Adapter = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass
-class JoinGroup(WeightTransferInitInfo):
-    """The group to form. This worker's rank is `rank_offset` plus its rank in the replica."""
-
-    group_id: str
-    backend: Backend
-    host: str
-    port: int
-    secret: str  # hexadecimal
-    rank_offset: int
-    world_size: int
-    timeout_s: float
-    connect_s: float
-
-
-@dataclass
-class WeightUpdate(WeightTransferUpdateInfo):
-    """The contents of a broadcast (an encoded `Manifest`), and its timeout in seconds. Or those of a `file`, and its tensors' checksums."""
-
-    manifest: dict[str, Any]
-    timeout_s: float
-    file: str = ""
-    checksums: Sequence[int] = ()
-
-
-class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
+class WeightChannelEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
     """Receives checkpoint-format weights bucket by bucket. vLLM's layerwise reload loads each bucket while the next one travels.
 
     During a reload the model is on the meta device, where a generation step would kill the engine. So the whole reload happens inside
-    `receive_weights`, one uninterrupted call, and vLLM's calls around it do nothing. If it fails, the model is structurally complete
-    again, but holds a mixture of old and new weights: it must not generate until an update succeeds.
+    `load`, one uninterrupted call, and vLLM's own calls do nothing. If it fails, the model is structurally complete again, but holds a
+    mixture of old and new weights: it must not generate until an update succeeds.
     """
-
-    init_info_cls = JoinGroup
-    update_info_cls = WeightUpdate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,39 +69,32 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
         self._channel: Channel | None = None
         self._closed = ClosedChannels()
 
-    def init_transfer_engine(self, init_info: JoinGroup) -> None:
+    def join(self, place: dict[str, Any], timeout_s: float) -> None:
+        """Join a group. `place` is that of the replica's first worker (`Rendezvous.place`)."""
         self.shutdown()
         self._closed.check()
-        membership = GroupRank(
-            group_id=init_info.group_id,
-            backend=init_info.backend,
-            host=init_info.host,
-            port=init_info.port,
-            rank=init_info.rank_offset + self.parallel_config.rank,
-            world_size=init_info.world_size,
-            device=torch.device("cpu" if init_info.backend == "gloo" else self.device),
-            secret=bytes.fromhex(init_info.secret),
-            connect_s=init_info.connect_s,
-        )
+        device = torch.device("cpu" if place["backend"] == "gloo" else self.device)
+        own = GroupRank(**{**place, "rank": place["rank"] + self.parallel_config.rank}, device=device)
         # With VLLM_BATCH_INVARIANT, vLLM sets NCCL variables for its own groups. All ranks of a group must agree on them.
         with unpinned_nccl_env(), _interrupting():
-            self._channel = Channel.follow(membership, time.monotonic() + init_info.timeout_s)
+            self._channel = Channel.follow(own, time.monotonic() + timeout_s)
 
-    def start_weight_update(self) -> None:
-        """Do nothing: see the class."""
+    def _do_nothing(self, *_: Any) -> None:
+        """Stand for vLLM's own calls: see the class."""
 
-    def finish_weight_update(self) -> None:
-        """Do nothing: see the class."""
+    init_transfer_engine = start_weight_update = receive_weights = finish_weight_update = _do_nothing
 
-    def receive_weights(self, update_info: WeightUpdate) -> None:
-        """Load a broadcast or a file (the model, its adapter or both), and prove that the model holds it and computes with it.
+    def load(self, manifest: Manifest, timeout_s: float, file: str, checksums: Sequence[int]) -> None:
+        """Load a broadcast, or a `file` whose tensors have these `checksums` (the model, its adapter or both), and prove that the model
+        holds it and computes with it.
 
         A failure here does not end the collective: this worker still receives the rest of the broadcast, for the other members and this
         replica's other workers.
         """
         arrived: Adapter = {}
-        buckets = self._setting_aside(self._buckets(update_info), arrived)
-        if all(name.startswith(ADAPTER) for name in Manifest.decode(update_info.manifest).names):
+        sent = read(file, manifest, checksums) if file else self._receive(manifest, time.monotonic() + timeout_s)
+        buckets = self._setting_aside(sent, arrived)
+        if all(name.startswith(ADAPTER) for name in manifest.names):
             collections.deque(buckets, maxlen=0)
         else:
             with self._without_adapter():
@@ -248,14 +211,10 @@ class WeightChannelEngine(WeightTransferEngine[JoinGroup, WeightUpdate]):
             arrived |= {name: (tensor.clone(), known) for name, tensor, known in bucket if name.startswith(ADAPTER)}
             yield [one for one in bucket if not one.name.startswith(ADAPTER)]
 
-    def _buckets(self, update: WeightUpdate) -> Buckets:
-        """Yield the tensors of a broadcast or a file, a bucket at a time."""
-        if update.file:
-            yield from read(update.file, Manifest.decode(update.manifest), update.checksums)
-            return
+    def _receive(self, manifest: Manifest, deadline: float) -> Buckets:
+        """Yield the tensors of a broadcast, a bucket at a time."""
         if self._channel is None:
             raise WeightChannelError("this worker has not joined a group; the trainer must form one")
-        manifest, deadline = Manifest.decode(update.manifest), time.monotonic() + update.timeout_s
         buckets = receive(self._channel, manifest, deadline)
         try:
             while True:
@@ -301,13 +260,15 @@ class WeightChannelExtension:
     vllm_config: VllmConfig
     _watching: tuple[str, StateWatch, contextlib.ExitStack] | None = None
 
-    def join_group(self, init_info: dict[str, Any]) -> RefitFailure | None:
-        engine = self.weight_transfer_engine
-        return self._failure_of(lambda: engine.init_transfer_engine(engine.parse_init_info(init_info)))
+    def join_group(self, place: dict[str, Any], timeout_s: float) -> RefitFailure | None:
+        return self._failure_of(lambda: self.weight_transfer_engine.join(place, timeout_s))
 
-    def receive_weights(self, update_info: dict[str, Any]) -> RefitFailure | None:
-        engine = self.weight_transfer_engine
-        return self._failure_of(lambda: engine.receive_weights(engine.parse_update_info(update_info)))
+    def receive_weights(
+        self, manifest: dict[str, Any], timeout_s: float, file: str = "", checksums: Sequence[int] = ()
+    ) -> RefitFailure | None:
+        """Call `WeightChannelEngine.load`, with an encoded `manifest`."""
+        load = self.weight_transfer_engine.load
+        return self._failure_of(lambda: load(Manifest.decode(manifest), timeout_s, file, checksums))
 
     def watch_states(self, count: int, length: int) -> None:
         """Sketch the states between the `count` layers of the model for the next `length` tokens, until `read_states`."""

@@ -238,18 +238,8 @@ class WeightReceiver:
         if group == rendezvous.previous_group:
             raise TransferInterrupted(f"joining the group was interrupted: this replica is no longer in group {group}")
         self._group = None
-        request = {
-            "group_id": group,
-            "backend": rendezvous.backend,
-            "host": rendezvous.host,
-            "port": rendezvous.port,
-            "secret": rendezvous.secret.hex(),
-            "rank_offset": rendezvous.first_rank(self._replica, epoch.members),
-            "world_size": rendezvous.world_size(epoch.members),
-            "timeout_s": rendezvous.timeout_s,
-            "connect_s": rendezvous.connect_s,
-        }
-        await self._workers("joining the group", "join_group", {"init_info": request}, rendezvous)
+        place = rendezvous.place(rendezvous.first_rank(self._replica, epoch.members), epoch.members)
+        await self._workers("joining the group", "join_group", rendezvous.timeout_s, place=place)
         self._group = group
 
     async def _install(self, epoch: Epoch, rendezvous: Rendezvous | Pulled) -> None:
@@ -258,37 +248,24 @@ class WeightReceiver:
         await self._pause()
         # Not before the pause: until then the engine computes with the old weights. Random, because versions repeat after a rewind.
         self._cache_salt = secrets.token_hex(8)
-        if isinstance(rendezvous, Pulled):
-            await self._load(rendezvous)
-        else:
-            await self._receive(rendezvous)
-        version = self._engine.update_weight_version(str(epoch.version))
-        await self._call("naming the version", version, rendezvous.timeout_s)
-        await self._call("resuming", self._engine.resume_generation(), rendezvous.timeout_s)
-
-    async def _receive(self, rendezvous: Rendezvous) -> None:
         group, self._group = self._group, None
-        update = {"manifest": rendezvous.manifest.encode(), "timeout_s": rendezvous.timeout_s}
-        await self._workers("receiving weights", "receive_weights", {"update_info": update}, rendezvous)
+        timeout_s, manifest = rendezvous.timeout_s, rendezvous.manifest.encode()
+        if isinstance(rendezvous, Pulled):
+            of_file = {"file": rendezvous.file, "checksums": rendezvous.checksums}
+            await self._workers("loading weights", "receive_weights", timeout_s, manifest=manifest, **of_file)
+        else:
+            await self._workers("receiving weights", "receive_weights", timeout_s, manifest=manifest)
         self._group = group  # a group that lost a transfer is never used again
+        version = self._engine.update_weight_version(str(epoch.version))
+        await self._call("naming the version", version, timeout_s)
+        await self._call("resuming", self._engine.resume_generation(), timeout_s)
 
-    async def _load(self, pulled: Pulled) -> None:
-        update = {
-            "manifest": pulled.manifest.encode(),
-            "timeout_s": pulled.timeout_s,
-            "file": pulled.file,
-            "checksums": pulled.checksums,
-        }
-        await self._workers("loading weights", "receive_weights", {"update_info": update}, pulled)
-
-    async def _workers(
-        self, what: str, method: str, arguments: dict[str, Any], rendezvous: Rendezvous | Pulled
-    ) -> None:
+    async def _workers(self, what: str, method: str, timeout_s: float, **arguments: Any) -> None:
         """Run `method` of the extension in every worker of the engine. Once all have answered, raise the worst failure: "hangs", then
         "failed", then "interrupted"."""
-        calls = self._engine.collective_rpc(method, kwargs=arguments)
+        calls = self._engine.collective_rpc(method, kwargs={"timeout_s": timeout_s, **arguments})
         # vLLM's RPC returns a struct as a plain map, unless pickles are allowed (VLLM_ALLOW_INSECURE_SERIALIZATION)
-        answers = msgspec.convert(await self._call(what, calls, rendezvous.timeout_s), list[RefitFailure | None])
+        answers = msgspec.convert(await self._call(what, calls, timeout_s), list[RefitFailure | None])
         failures = {answer.kind: answer.reason for answer in reversed(answers) if answer is not None}
         if "hangs" in failures:
             raise Restartable(f"{what}: {failures['hangs']}")

@@ -69,8 +69,18 @@ class Rendezvous(msgspec.Struct, frozen=True):
         """Return the rank of the member's first worker, whatever the order of `members`."""
         return 1 + sorted(members).index(member) * self.workers
 
-    def world_size(self, members: Sequence[str]) -> int:
-        return 1 + len(members) * self.workers
+    def place(self, rank: int, members: Sequence[str]) -> dict[str, Any]:
+        """Return the place of a rank in the group (`channel.GroupRank`), but for its device."""
+        return {
+            "group_id": self.derive_group(members),
+            "backend": self.backend,
+            "host": self.host,
+            "port": self.port,
+            "rank": rank,
+            "world_size": 1 + len(members) * self.workers,
+            "secret": self.secret,
+            "connect_s": self.connect_s,
+        }
 
     def encode(self) -> dict[str, Any]:
         return _encode(self)

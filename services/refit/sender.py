@@ -457,17 +457,7 @@ class WeightSender:
         group = rendezvous.derive_group(members)
         if self._channel is None or group != self._group[0]:
             self._close_channel()
-            place = GroupRank(
-                group_id=group,
-                backend=rendezvous.backend,
-                host=rendezvous.host,
-                port=rendezvous.port,
-                rank=0,
-                world_size=rendezvous.world_size(members),
-                device=self._device(rendezvous.backend),
-                secret=rendezvous.secret,
-                connect_s=rendezvous.connect_s,
-            )
+            place = GroupRank(**rendezvous.place(0, members), device=self._device(rendezvous.backend))
             Channel.lead(place, self._meeting, deadline, self._opened)
             self._group = (group, members)
         channel = self._channel

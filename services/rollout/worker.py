@@ -50,7 +50,6 @@ from headrace_services.rollout.generate import (
 )
 from headrace_services.rollout.progress import Progress
 from headrace_services.rollout.pulling import Puller
-from headrace_services.rollout.pushes import Pushes
 from headrace_services.rollout.sequence_slots import SequenceSlots
 
 if TYPE_CHECKING:
@@ -127,7 +126,6 @@ class RolloutWorker:
         # retries until the buffer answers, which is `LeaseLost` if the lease has expired by then
         pause_s = config.rollout.heartbeat_s
         self._retry = BufferRetry(first_pause_s=pause_s, last_pause_s=pause_s, log_level=logging.DEBUG)
-        self._pushes = Pushes(replay, self._retry)
         self._progress = Progress()
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
@@ -428,7 +426,7 @@ class RolloutWorker:
                 raise _GroupReleased from error
             return
         await self._verified.wait()
-        await self._pushes.push(lease, trajectory)
+        await self._retry(partial(self._replay.push, lease, trajectory))
         self.status.trajectories += 1
         taken_over = lease.prefixes[index].completion_token_ids.size if index in lease.prefixes else 0
         self.status.tokens += trajectory.completion_token_ids.size - taken_over
@@ -540,7 +538,6 @@ class RolloutWorker:
         if self._groups and self._verified.is_set() and not self._engine.errored:
             await self._save_all()
         await self._stop_generating(self.held)
-        await self._pushes.aclose()
         if self._puller is not None:
             await self._puller.aclose()
         try:

@@ -130,11 +130,13 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
 
             readiness.problem = "loading the model"
             torch_thread = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch"))
-            lead = LeadRank(config, ranks, read)
             checkpoints = dependencies.checkpoints(config)
             stack.callback(checkpoints.lock().release)
             snapshots = Snapshots.of(config, checkpoints)
-            newest = None if snapshots is None else await asyncio.to_thread(snapshots.adopt)
+            lead = LeadRank(config, ranks, read, snapshots)
+            newest = None
+            if snapshots is not None:
+                newest = await events.run_in_executor(torch_thread, lead.adopt_snapshot)
             if newest is None:
                 newest = await events.run_in_executor(
                     torch_thread, checkpoints.newest, lambda path: lead.damage(str(path))
@@ -146,8 +148,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             if config.checkpointing.enabled:
                 with checkpoints.trial() as trial:
                     await events.run_in_executor(torch_thread, lead.learner.try_saving, trial)
-            if snapshots is not None:  # the newest stays until the next is complete
-                await events.run_in_executor(torch_thread, lead.learner.require_room, snapshots.folder, 2)
+            if snapshots is not None:
+                await events.run_in_executor(torch_thread, lead.require_room_for_snapshots)
             meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
 
             resumed = await resume(
@@ -199,8 +201,8 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             telemetry.start(lead.learner.tokenizer)
             try:
                 finished = await Loop(config, context, resumed).run()
-                if snapshots is not None:
-                    snapshots.remove()  # there is a checkpoint of the newest version
+                if snapshots is not None:  # there is a checkpoint of the newest version
+                    await events.run_in_executor(torch_thread, lead.remove_snapshots)
             except (WrongTimeline, WrongStep):  # the curves are another trainer's now
                 raise
             except Exception:
@@ -249,4 +251,4 @@ def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:
                 stack.callback(lambda: runner.run(clients[0].aclose()))
             return runner.run(retry(lambda: clients[0].read_each(keys)))
 
-        follow(TrainerRank(config, ranks, read))
+        follow(TrainerRank(config, ranks, read, Snapshots.of(config, dependencies.checkpoints(config))))

@@ -161,7 +161,9 @@ class Model(Episodes):
         self.require_timeline(timeline)
         if nonce == self.rejected:
             return
-        batch = self.of_step(step, "reserved") if self.committed <= step == self.next_step - 1 else []
+        epoch = self.epoch_now.version if self.epoch_now and self.epoch_now.timeline == self.timeline else 0
+        trained = max([self.committed, epoch, *(offer.version for offer in self.offers.values())])
+        batch = self.of_step(step, "reserved") if trained <= step == self.next_step - 1 else []
         if not batch or not set(attempts.items()) <= {(held.id, held.attempt) for held in batch}:
             self.refuse(WrongStep)
         if any(held.evicted for held in batch):  # the groups that are not named could not be handed out again

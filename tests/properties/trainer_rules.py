@@ -113,8 +113,7 @@ class TrainerRules(Caller):
         """The trainer finds that some groups of its newest batch break a law. `stale`: it names another attempt."""
         step = self.model.next_step - 1 + off
         batch = self.model.of_step(step, "reserved", "trained")
-        # whoever has the weights of a later version has trained this step, and does not give it back
-        if step < 0 or not batch or any(held.pinned and held.newest > step for held in self.model.groups.values()):
+        if step < 0 or not batch:
             return
         chosen = [batch[place % len(batch)] for place in which]
         attempts = {held.id: max(1, held.attempt + stale) for held in chosen}

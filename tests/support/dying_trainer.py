@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import logging
 import os
 import signal
@@ -312,11 +313,16 @@ def dependencies(fault: str, version: int, period: int) -> Dependencies:
     return Dependencies(uploads=uploads)
 
 
-def run(settings: str, fault: str) -> None:
+def run(settings: str, fault: str, hosts: Sequence[str] = ()) -> None:
+    """`hosts` are the folders in the memory of each rank's host; without them all ranks are on one."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     name, _, at = fault.partition(":")
     try:
-        config = Config.model_validate_json(settings)
+        given = json.loads(settings)
+        if hosts:
+            given["checkpointing"]["snapshot_dir"] = hosts[int(os.environ["RANK"])]
+            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        config = Config.model_validate(given)
         if config.checkpointing.snapshot_dir is not None:
             let_ranks_die(name, int(at or -1))
         exporting = tracing.exporting(config.telemetry, "trainer", config.run.id or "")  # as `headrace trainer` does

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils.hooks import RemovableHandle
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.lora_model import LoRAModel
 
-from headrace_services.refit.engine_extension import WeightChannelEngine, WeightChannelExtension, WeightUpdate
+from headrace_services.refit.engine_extension import WeightChannelEngine, WeightChannelExtension
 
 BACKEND = "faulty-load"
 TENSOR, COPY = "model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.down_proj"
@@ -32,10 +34,10 @@ class FaultyLoadEngine(WeightChannelEngine):
             layer = self.model.get_submodule(LAYER)
             self._wrong = layer.register_forward_hook(lambda module, arguments, output: (output[0] * 1.5, *output[1:]))
 
-    def receive_weights(self, update_info: WeightUpdate) -> None:
+    def load(self, *given: Any) -> None:
         layer = self.model.get_submodule(COPY)
         self._bias, self._packed = self._parameter.clone(), layer.cpu_linear
-        super().receive_weights(update_info)
+        super().load(*given)
 
     @property
     def _parameter(self) -> torch.Tensor:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -75,16 +78,28 @@ def ample_memory(config: Config, site: object) -> SimpleNamespace:
 
 
 def idle_reward(config: Config) -> None:
-    """Says that it is ready and has no environments, and scores nothing."""
+    """Says that it is ready and can't score yet with the environments that are started beside it, and scores nothing."""
+    found = [{"name": name, "ready": False, "message": "nothing is scored here"} for name in config.started]
+    _answer(config, itertools.repeat(json.dumps(found).encode()))
 
-    class Ready(BaseHTTPRequestHandler):
+
+def hanging_reward(config: Config) -> None:
+    """Says that it is ready, and answers nothing after that."""
+    _answer(config, iter([b""]))
+
+
+def _answer(config: Config, answers: Iterator[bytes]) -> None:
+    class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"[]")
+            for answer in answers:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answer)
+                return
+            threading.Event().wait()
 
     with admitting(config.reward.http_port):
-        server = ThreadingHTTPServer((config.reward.host, config.reward.http_port), Ready)
+        server = ThreadingHTTPServer((config.reward.host, config.reward.http_port), Pages)
     with server:
         server.serve_forever()
 

@@ -36,7 +36,7 @@ REPLICA = "rollout-1"
 
 def recorded_run(parent: Path, name: str = "adder", *, text: str = "1+1", groups: bool = True, **record: Any) -> Path:
     """A run of six steps, as its files record it; it has finished unless `record` says otherwise. `text` stands wherever the policy, a data
-    set or an environment can write. Without `groups` it is a run of an older build."""
+    set or an environment can write. Without `groups` it has no history of them."""
     folder = parent / name
     (folder / "logs").mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG.format(id=name))

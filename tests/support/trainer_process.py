@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,9 @@ class Trainer:
     async def run(self, fault: str = "none") -> int:
         return await ended(self.start(fault))
 
-    async def run_ranks(self, ranks: int, fault: str = "none") -> list[int]:
-        """The exit code of each."""
-        arguments = (json.dumps(self.settings), fault)
+    async def run_ranks(self, ranks: int, fault: str = "none", hosts: Sequence[str] = ()) -> list[int]:
+        """The exit code of each. With `hosts` each rank is on a host of its own, whose memory is this folder."""
+        arguments = (json.dumps(self.settings), fault, hosts)
         with fork_ranks(ranks, dying_trainer.run, *arguments, log=self.log) as processes:
             return [await ended(process) for process in processes]
 

@@ -325,17 +325,6 @@ def test_a_score_without_a_reward_to_train_on_is_refused(value: float | None) ->
             Score("SCORED", 1.0, components={"form": 0.0, "exact": value})
 
 
-def test_a_stored_failure_may_have_the_traceback_in_its_metadata() -> None:
-    early = Score("FAILED", message="KeyError", metadata={"traceback": "line 3", "seen": 1}, environment="adder")
-    read = Score.decode(changed(early, lambda fields: fields.pop("traceback")))
-    assert read == Score("FAILED", message="KeyError", metadata={"seen": 1}, environment="adder", traceback="line 3")
-    scored = Score(
-        "SCORED", 1.0, metadata={"traceback": "line 3"}
-    )  # what an environment says of a reward stays as it is
-    both = Score("FAILED", message="KeyError", metadata={"traceback": "line 3"}, traceback="line 4")
-    assert [Score.decode(score.encode()) for score in (scored, both)] == [scored, both]
-
-
 def test_what_msgpack_cant_hold_is_refused_on_the_way_out() -> None:
     with pytest.raises(CodecError, match="can't be packed"):
         msgspec.structs.replace(GROUP, extra_env_info={"answer": object()}).encode()

@@ -82,6 +82,8 @@ def test_a_new_build_of_the_environment_comes_first_among_causes() -> None:
     found = find([0.9] * 20 + [0.0] * 10, ["a"] * 20 + ["b"] * 10, off_policy_tokens=[0.0] * 20 + [0.9] * 10)
     assert found is not None
     assert "build b" in found.cause
+    assert str(found).startswith("an environment was edited at step 20")
+    assert "collapsed" not in str(found)
 
 
 @pytest.mark.parametrize(

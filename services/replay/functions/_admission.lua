@@ -83,7 +83,7 @@ local QUEUED = {'state', 'lane', 'record', 'env', 'kind', 'n', 'worst', 'attempt
 -- not have yet.
 local function may_begin(run, taker, group, count, worst)
   if not may_write(run, taker, group) then return false end
-  local env = taker.any_broken and environment_of(run, group)
+  local env = taker.any_broken and group.env
   if env and not may_generate(run, env) or not has_slots(taker, group.lane, count) or worst and not fits(run, worst) then return false end
   if env then begin_probe(run, env, group.id) end
   return true
@@ -112,7 +112,7 @@ local function lease_from(run, lane, taker, room)
   local function take(group)
     local count, worst = needs(run, group)
     if group.kind ~= taker.kind then
-      if taker.any_broken and is_broken(run, environment_of(run, group)) or not fits(run, worst) then return false end
+      if taker.any_broken and is_broken(run, group.env) or not fits(run, worst) then return false end
       pass_over(run, group, worst)
     else
       if not may_begin(run, taker, group, count, worst) then return false end
@@ -139,7 +139,7 @@ local function room_for_probe(run, taker)
   if not taker.any_broken then return 0 end
   for place, id in ipairs(redis.call('ZRANGE', queue_of(run, 'train'), 0, BATCH - 1)) do
     local group = load_group(run, id, QUEUED)
-    local env = environment_of(run, group)
+    local env = group.env
     if is_broken(run, env) then return group.kind == taker.kind and may_generate(run, env) and place or 0 end
   end
   return 0

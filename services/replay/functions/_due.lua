@@ -16,7 +16,7 @@ end
 local function end_silence(run, group)
   local silent_ms = run.now - (group.moved or group.deadline - run.group_deadline_ms)
   local silence = string.format('made no progress for %.0f s', silent_ms / 1000)
-  if is_broken(run, environment_of(run, group)) then
+  if is_broken(run, group.env) then
     pass_on(run, group, 'deadline', who(group.replica) .. ' ' .. silence .. ' while the environment is broken')
   else
     local together = redis.call('HGET', replica_key(run, group.replica), 'together')
@@ -28,9 +28,7 @@ local function expire_leases(run)
   local ids = due(run, 'leases')
   for _, id in ipairs(ids) do
     local group = load_group(run, id)
-    if group.replica == '' then
-      redis.call('ZREM', run.base .. 'leases', id)  -- an earlier build gave a deadline to groups that wait for a replica
-    elseif run.now < group.deadline then
+    if run.now < group.deadline then
       pass_on(run, group, 'lease', 'lease not renewed by ' .. who(group.replica))
     else
       end_silence(run, group)

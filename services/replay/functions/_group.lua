@@ -103,25 +103,6 @@ local function hold(run, group, bytes)
   group.held = bytes
 end
 
--- The `env_name` in a group's record, which has binary fields that cmsgpack can't read: msgpack text of fewer than 32 or 256 bytes after
--- its name. Only the group's id and task come before it.
-local function recorded_environment(record)
-  local _, at = string.find(record, '\168env_name', 1, true)
-  local kind, length = string.byte(record, at + 1, at + 2)
-  if kind == 217 then return string.sub(record, at + 3, at + 2 + length) end
-  return string.sub(record, at + 2, at + 1 + kind - 160)
-end
-
--- The environment that scores the group. A group that an earlier build enqueued has it only in its record.
-local function environment_of(run, group)
-  if not group.env then
-    group.env = recorded_environment(redis.call('GET', run.base .. 'd:' .. redis.call('HGET', group.key, 'record')))
-    redis.call('HSET', group.key, 'env', group.env)
-    redis.call('SADD', run.base .. 'environments', group.env)
-  end
-  return group.env
-end
-
 -- The keys that hold trajectories for the scorer, each as `<id>:<index>` (_scoring.lua).
 local function place_of(run, place, env)
   return run.base .. place .. ':' .. env
@@ -157,7 +138,7 @@ local function take_out(run, group, keys, indices)
     fields[#fields + 1] = 'f' .. index
     fields[#fields + 1] = 'r' .. index
   end
-  local env = environment_of(run, group)
+  local env = group.env
   for _, place in ipairs({'unscored', 'alone', 'taken'}) do redis.call('ZREM', place_of(run, place, env), unpack(members)) end
   redis.call('HDEL', group.key, unpack(fields))
 end

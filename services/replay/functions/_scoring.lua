@@ -261,7 +261,7 @@ local function is_left_with_killers(run, env)
   for _, state in ipairs({'queued', 'open'}) do coming = coming + count_in(run, 'validation', state) end
   if coming > 0 then return false end
   for _, id in ipairs(queue) do
-    if environment_of(run, load_group(run, id, {'env'})) == env then return false end
+    if load_group(run, id, {'env'}).env == env then return false end
   end
   return true
 end
@@ -269,7 +269,7 @@ end
 -- Handle a result that is not a score, for a trajectory that the environment began. `beside`: of the trajectories that it scored in this
 -- call, the highest number under which one was taken.
 local function fail_scoring(run, group, entry, beside)
-  local env, member = environment_of(run, group), group.id .. ':' .. entry.at
+  local env, member = group.env, group.id .. ':' .. entry.at
   local alone = taken_alone_from(run, env, member)
   local place = entry.status == 'INTERRUPTED' and 'alone' or nil
   redis.call('HDEL', environment_key(run, env), 'not_started')

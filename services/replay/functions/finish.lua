@@ -91,7 +91,7 @@ end
 
 -- Store the trajectory, with its score if it has one.
 local function take(run, group, entry)
-  local env, member, fields = environment_of(run, group), entry.id .. ':' .. entry.at, {}
+  local env, member, fields = group.env, entry.id .. ':' .. entry.at, {}
   fields[1], fields[2] = 'p' .. entry.at, take_in(run, group, entry)
   if entry.status then
     group.scored = group.scored + 1

@@ -5,7 +5,7 @@
 --          groups), and give_up_ms unless the run waits for it forever)
 -- Returns  the run's state, msgpack
 -- Errors   HR_TIMELINE (the call arrives late: another start of the replay service has set the limits since), HR_INVALID
--- uses: _args, _group, _register, _run
+-- uses: _args, _register, _run
 
 local function environments(value, what)
   for env, setting in pairs(map(value, what)) do
@@ -56,24 +56,12 @@ local function make_run(keys, args)
   return false
 end
 
--- Split the single line in which an earlier build kept all trajectories that waited for scores.
-local function split_line(run)
-  for _, place in ipairs({'unscored', 'taken'}) do
-    for _, member in ipairs(redis.call('ZRANGE', run.base .. place, 0, -1)) do
-      local env = environment_of(run, load_group(run, (split_member(member))))
-      redis.call('ZADD', place_of(run, place, env), redis.call('ZSCORE', run.base .. place, member), member)
-    end
-    redis.call('UNLINK', run.base .. place)
-  end
-end
-
 local function open_run(keys, args)
   local ok, again = pcall(make_run, keys, args)
   if not ok and again.code then return redis.error_reply(again.code .. ' ' .. again.message) end
   if not ok then return answer_failure('open_run', keys, again) end
   return respond('open_run', function(run)
     if not again then
-      split_line(run)
       wake(run, 'work')
       event(run, 'opened')
     end

@@ -52,7 +52,7 @@ local function push(run, entries_of_group, foreign, reply)
     unpack(written))
   tell(run, 'pushed', group.id, {'p', table.concat(told, ',')})
   note_progress(run, group)
-  redis.call('ZADD', place_of(run, 'unscored', environment_of(run, group)), unpack(members))
+  redis.call('ZADD', place_of(run, 'unscored', group.env), unpack(members))
   wake(run, 'scoring')
   if group.pushed + group.dropped == group.count then end_generation(run, group) end
 end

@@ -19,7 +19,7 @@ register('renew_scoring', {
     local group = load_group(run, id, {'state', 'env'})
     local _, token = scoring_of(group and redis.call('HGET', group.key, 'w' .. index))
     -- XX, because a trajectory that has been scored still has its token
-    local taken = token == call.tokens[i] and place_of(run, 'taken', environment_of(run, group))
+    local taken = token == call.tokens[i] and place_of(run, 'taken', group.env)
     local ends = taken and tonumber(redis.call('ZSCORE', taken, id .. ':' .. index) or nil)
     if not (ends and ends > run.now) then
       lost[#lost + 1] = i - 1

@@ -40,7 +40,7 @@ local function refusal(run, group, entry, token)
   if token ~= entry.token then
     return refuse_entry(run, 'HR_LEASE_LOST', 'trajectory ' .. member .. ' is no longer with this scorer')
   end
-  if run.backlog and tonumber(redis.call('ZSCORE', place_of(run, 'taken', environment_of(run, group)), member)) <= run.now then
+  if run.backlog and tonumber(redis.call('ZSCORE', place_of(run, 'taken', group.env), member)) <= run.now then
     return refuse_entry(run, 'HR_LEASE_LOST', 'the deadline to score trajectory ' .. member .. ' has passed')
   end
 end
@@ -68,7 +68,7 @@ local function score_again(run, group)
   for i, reward in ipairs(redis.call('HMGET', group.key, unpack(field_names_of(group, 'r')))) do
     if reward then
       records[#records + 1], fields[#fields + 1] = score_key(run, nonce_of(pushed[i])), 'r' .. i - 1
-      void_token(run, environment_of(run, group), group.id .. ':' .. i - 1)
+      void_token(run, group.env, group.id .. ':' .. i - 1)
     end
   end
   redis.call('UNLINK', unpack(records))
@@ -91,7 +91,7 @@ local function of_one_build(run, group, scored, reply)
     if entry.build == build then
       kept[#kept + 1] = entry
     else
-      void_token(run, environment_of(run, group), entry.id .. ':' .. entry.at)
+      void_token(run, group.env, entry.id .. ':' .. entry.at)
       reply[entry.place] = refuse_entry(run, 'HR_LEASE_LOST', 'group ' .. entry.id .. ' is scored by build ' .. show(build) .. ', not ' ..
         show(entry.build))
     end
@@ -120,7 +120,7 @@ local function write(run, group, scored, reply)
   local count = group.scored + #scored
   redis.call('MSET', unpack(records))
   redis.call('HSET', group.key, 'scored', count, 'build', group.build, unpack(fields))
-  redis.call('ZREM', place_of(run, 'taken', environment_of(run, group)), unpack(members))
+  redis.call('ZREM', place_of(run, 'taken', group.env), unpack(members))
   if #scored > 0 then
     tell(run, 'scored', group.id, {'p', table.concat(rewarded, ','), 'b', string.match(group.build, ' (.*)$')})
   end
@@ -174,7 +174,7 @@ register('score', {scores = list_of(map, BATCH)}, function(run, call, args)
     local group = load(run, of_group)
     local scored, failed = sift(run, group, of_group, reply)
     if #scored + #failed > 0 then
-      local results = of_environment(environments, environment_of(run, group))
+      local results = of_environment(environments, group.env)
       local changed
       if #scored > 0 then scored, changed = of_one_build(run, group, scored, reply) end
       local takes_turns = changed and rescored_too_often(group)

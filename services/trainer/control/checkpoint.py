@@ -28,13 +28,14 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pyroaring import BitMap
 
 from headrace.base.errors import Restartable, ServiceError
@@ -140,15 +141,6 @@ class CheckpointState(BaseModel):
     run_id: str
     prompts: str | None = None
     metrics: dict[str, float] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_this_build(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and "trained" in fields:
-            raise ValueError(
-                "an older build wrote it, with a ledger that this build can't read; finish the run with that build"
-            )
-        return fields
 
 
 def write_state(
@@ -323,16 +315,17 @@ class Checkpoints:
         continued = min(read_ledger(snapshot), default=None) == published
         return continued and state.timeline == folders.find_timeline(folders.read_chain(self._folder), state.version)
 
-    def adopt(self, snapshot: Path) -> None:
-        """Turn a complete snapshot, to which the checkpoints lead, into the newest of them. Raises as `publish` does.
+    def adopt(self, version: int, copy: Callable[[Path], None]) -> None:
+        """Turn a complete snapshot of `version`, to which the checkpoints lead, into the newest of them. `copy` gets the folder for its
+        files. Raises as `publish` does.
 
         This has a timeline of its own. The trainer that made the snapshot may only be frozen; from here on it publishes nothing more, and
         has no part in the folder that becomes the checkpoint.
         """
-        timeline, version = f"snapshot-{secrets.token_hex(8)}", read_state(snapshot).version
+        timeline = f"snapshot-{secrets.token_hex(8)}"
         with disk_errors(self._folder):
             folders.append_start(self._folder, Start(timeline, version))
-            shutil.copytree(snapshot, self.begin(version, timeline), dirs_exist_ok=True)
+        copy(self.begin(version, timeline))
         self._complete(version, timeline)
 
     def _complete(self, version: int, timeline: str, keep: Collection[int] = ()) -> Path:
@@ -380,7 +373,7 @@ class Checkpoints:
                 removed.mkdir()
                 self.require_newest(timeline)
                 self.path(version).rename(removed / "checkpoint")  # no reader must find half of it under its name
-                shutil.rmtree(removed)
+                self._discard(removed, timeline)
 
     def _metrics(self, timeline: str) -> dict[int, dict[str, float]]:
         """Return the metrics of every published checkpoint."""
@@ -456,7 +449,18 @@ class Checkpoints:
     def _remove_remains(self, timeline: str) -> None:
         names = [path.name for path in self._folder.glob(".unfinished-*")]
         for name in folders.removable(folders.read_chain(self._folder), timeline, names):
-            shutil.rmtree(self._folder / name)
+            self._discard(self._folder / name, timeline)
+
+    def _discard(self, path: Path, timeline: str) -> None:
+        """Remove an unfinished folder. What can't be removed now (on NFS, what somebody has open) loses the name that its trainer knows.
+        Each later checkpoint and start tries again."""
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            self.require_newest(timeline)  # else a successor has removed it
+            log.warning("%s can't be removed now (%s); the next checkpoint tries again", path, error)
+            if path.exists() and not path.name.startswith(folders.DISCARDED):
+                path.rename(self._folder / f"{folders.DISCARDED}{time.time_ns()}-{timeline}")
 
 
 def _damage(folder: Path, version: int) -> str | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from headrace.base.errors import Restartable, ServiceError, WrongStep
@@ -45,7 +44,8 @@ class CheckpointWriter:
     ) -> None:
         """Take a snapshot of the weights of `state.version`, and begin to write it. The other arguments are those of `Checkpoints.publish`.
         Nothing else may be being written (call `finish`). Raises as `Checkpoints.begin` does."""
-        await self._take(self._context.checkpoints.begin, state.version)
+        lead, checkpoints = self._context.lead, self._context.checkpoints
+        await self._take(lambda: lead.save(str(checkpoints.begin(state.version, self._timeline))))
         began = self._context.clock()
         self._then(lambda: self._publish(state, steps, keep, files, began))
 
@@ -55,7 +55,7 @@ class CheckpointWriter:
         """Do as `save` does, but for a snapshot that stays one: nothing follows from it."""
         snapshots = self._context.snapshots
         assert snapshots is not None
-        await self._take(snapshots.begin, state.version)
+        await self._take(lambda: self._context.lead.save_in_memory(state.version, self._timeline))
 
         async def publish() -> None:
             await self._written()
@@ -68,14 +68,10 @@ class CheckpointWriter:
         """Whether nothing is being written."""
         return self._work is None
 
-    async def _take(self, begin: Callable[[int, str], Path], version: int) -> None:
+    async def _take(self, save: Callable[[], None]) -> None:
         assert self.idle
         context = self._context
-
-        def snapshot() -> None:
-            context.lead.save(str(begin(version, self._timeline)))
-
-        await context.torch(snapshot)
+        await context.torch(save)
         if context.lead.ranks.size > 1:
             self._all_written.clear()
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -30,12 +31,16 @@ from headrace.replay import Reservation
 from headrace.run.checkpoints import find_change
 from headrace_services.refit.probe import rollout_dtype
 from headrace_services.refit.states import StateReference
+from headrace_services.trainer.control.snapshots import Snapshots
 from headrace_services.trainer.distributed.ranks import Ranks, place_on_host
 from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
-from headrace_services.trainer.learning.learner import Learner
+from headrace_services.trainer.learning.learner import TRAINING, Learner
+from headrace_services.trainer.learning.optimizer import missing_parts
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merge
 from headrace_services.trainer.telemetry.metrics import Extent, TrajectoryReport
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,10 +90,11 @@ class TrainedStep:
 
 
 class TrainerRank:
-    """One rank. `read` fetches payloads from the buffer. Every command is a collective of all ranks."""
+    """One rank. `read` fetches payloads from the buffer, `snapshots` are those of its host. Every command is a collective of all ranks."""
 
-    def __init__(self, config: Config, ranks: Ranks, read: Read) -> None:
+    def __init__(self, config: Config, ranks: Ranks, read: Read, snapshots: Snapshots | None = None) -> None:
         self.ranks = ranks
+        self.snapshots = snapshots
         self._config = config
         self._read = read
         self._learner: Learner | None = None
@@ -233,6 +239,56 @@ class TrainerRank:
         self._part = self._writer.submit(self.learner.snapshot(), Path(folder))
 
     @command
+    def save_in_memory(self, version: int, timeline: str) -> None:
+        """Do as `save` does, but to a folder of each host's `snapshots`."""
+
+        def begin(snapshots: Snapshots) -> None:
+            snapshots.begin(version, timeline)
+
+        self._on_each_host(begin)
+        folder = self._of_host().locate_unfinished(version, timeline)
+        self._part = self._writer.submit(self.learner.snapshot(), folder)
+
+    @command
+    def list_snapshot(self, version: int, timeline: str) -> list[str]:
+        """Return the paths of all files of a snapshot in memory, of all hosts."""
+        return self._on_each_host(lambda snapshots: snapshots.list_files(version, timeline))
+
+    @command
+    def copy_snapshot(self, version: int, timeline: str, folder: str) -> None:
+        """Copy the files of a snapshot in memory to `folder`, which the hosts share."""
+        self._on_each_host(lambda snapshots: snapshots.copy(version, timeline, Path(folder)))
+
+    @command
+    def clear_snapshots(self) -> None:
+        self._on_each_host(lambda snapshots: snapshots.clear())
+
+    @command
+    def remove_snapshots(self) -> None:
+        self._on_each_host(lambda snapshots: snapshots.remove())
+
+    @command
+    def require_room_for_snapshots(self) -> None:
+        """Raise `ServiceError` unless each host has room for what its ranks write of two: the newest stays until the next is complete."""
+        self._on_each_host(lambda snapshots: self.learner.require_room(snapshots.folder, 2, of_host=True))
+
+    def _of_host(self) -> Snapshots:
+        assert self.snapshots is not None
+        return self.snapshots
+
+    def _on_each_host(self, work: Callable[[Snapshots], list[str] | None]) -> list[str]:
+        """Have the first rank of each host do this with the host's snapshots, and return what all of them returned. Raises `ServiceError`
+        on every rank if any of them does."""
+        found, problems = list[str](), list[str]()
+        if place_on_host()[0] == 0:
+            try:
+                found = work(self._of_host()) or []
+            except ServiceError as error:
+                problems = [str(error)]
+        self.ranks.raise_any(problems)
+        return [each for of_rank in self.ranks.all_gather(found, list[str]) for each in of_rank]
+
+    @command
     def is_saved(self) -> bool:
         """Return whether every rank has written its part. Raises `ServiceError` on every rank if any rank fails to."""
         done = self.part.done()
@@ -251,6 +307,26 @@ class LeadRank(TrainerRank):
 
     def is_saved(self) -> bool:
         return self.part.done() and super().is_saved()
+
+    def adopt_snapshot(self) -> int | None:
+        """Turn the newest snapshot to which the checkpoints lead into one of them, if the hosts still have all of it. Returns its version,
+        None if there is none. Whatever is in memory is removed. Raises `ServiceError` as `Checkpoints.publish` does."""
+        snapshots = self._of_host()
+        state = snapshots.newest()
+        if state is not None:
+            at = (state.version, state.timeline)
+            files = {Path(name).name for name in self.list_snapshot(*at)}
+            if missing := missing_parts(snapshots.locate(*at) / TRAINING, files):
+                log.warning(
+                    "the snapshot of version %d is no longer whole (%s: its host is gone), and the newest checkpoint is used",
+                    state.version, ", ".join(missing),
+                )  # fmt: skip
+                state = None
+            else:
+                snapshots.checkpoints.adopt(state.version, lambda folder: self.copy_snapshot(*at, str(folder)))
+                log.info("continuing from the snapshot of version %d, which is a checkpoint now", state.version)
+        self.clear_snapshots()
+        return None if state is None else state.version
 
     def _announce(self, name: str, arguments: Sequence[Any]) -> None:
         self.ranks.send(msgspec.msgpack.encode([name, *arguments]))
@@ -286,7 +362,7 @@ def follow(rank: TrainerRank) -> None:
         if name not in _COMMANDS:
             raise ServiceError(f"rank 0 sent the unknown command {name!r}; start all ranks from one build")
         # loading takes as long as it takes: a model may have to be downloaded, and files have any size
-        with contextlib.nullcontext() if name in ("load", "damage") else rank.ranks.progress.working():
+        with contextlib.nullcontext() if name in ("load", "damage", "copy_snapshot") else rank.ranks.progress.working():
             _obey(rank, name, arguments)
 
 

@@ -7,6 +7,9 @@ nothing waits until it is on a disk:
     step_12-93ab…/              of version 12, made on this timeline; renamed once every rank has written its part
     .unfinished-step_13-93ab…/
 
+Each host of the ranks has such a folder, with what its ranks wrote. Only rank 0's host renames: the newest that is complete there is
+complete everywhere. The other hosts keep the one before while the next is written, for which rank 0 has to have completed it.
+
 A snapshot publishes nothing: no step is committed because of it. A trainer that starts first turns it into a checkpoint (`adopt`), and then
 continues from that, as from any other. So a machine that is lost with its memory loses no more than without snapshots, and the buffer never
 learns of them. The chain of the checkpoints decides whether a snapshot is the run's (`headrace.run.checkpoints`): one of a trainer that was
@@ -16,14 +19,12 @@ frozen and wakes up late, or from before a `headrace rewind`, never is.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from headrace.base.errors import ServiceError
+from headrace.base.files import fsync
 from headrace.config import Config
 from headrace.run import checkpoints as folders
 from headrace.run import snapshots
@@ -34,31 +35,24 @@ from headrace_services.trainer.control.checkpoint import (
     read_state,
     write_state,
 )
-from headrace_services.trainer.distributed.ranks import spans_hosts
-
-log = logging.getLogger(__name__)
 
 _COMPLETE = re.compile(r"step_[0-9]+-[0-9a-f]+")
+_VERSION = re.compile(r"step_([0-9]+)-")
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshots:
-    """The snapshots of a run in `folder`, between its `checkpoints`."""
+    """The snapshots of a run between its `checkpoints`: what the ranks of this host write of them, in `folder`."""
 
     folder: Path
     checkpoints: Checkpoints
 
     @classmethod
     def of(cls, config: Config, checkpoints: Checkpoints) -> Snapshots | None:
-        """Return those of a run; None if it takes none. Raises `ServiceError` if the folder can't be made, or not all ranks see it."""
+        """Return those of a run; None if it takes none. Raises `ServiceError` if the folder can't be made."""
         folder = snapshots.locate(config)
         if folder is None:
             return None
-        if spans_hosts(os.environ):
-            raise ServiceError(
-                f"checkpointing.snapshot_dir {config.checkpointing.snapshot_dir}: the trainer's ranks are on several hosts, and snapshots "
-                "are on one; set it to null"
-            )
         with disk_errors(folder):
             snapshots.make(folder)
         return cls(folder, checkpoints)
@@ -66,34 +60,54 @@ class Snapshots:
     def begin(self, version: int, timeline: str) -> Path:
         """Make an empty folder for the learner's files. The newest snapshot stays, and what else is there is removed. Raises `ServiceError`
         if another trainer has taken over, or the folder can't be made."""
-        self._remove(timeline, but=[path for path in self.folder.iterdir() if _COMPLETE.fullmatch(path.name)])
-        unfinished = self.folder / folders.unfinished_name(version, timeline)
+        before = [*self.folder.iterdir()]
+        self._remove(timeline, but=_complete(before) or sorted(before, key=_version)[-1:])
+        unfinished = self.locate_unfinished(version, timeline)
         with disk_errors(self.folder):
             unfinished.mkdir()
         return unfinished
 
+    def locate_unfinished(self, version: int, timeline: str) -> Path:
+        """Return the folder that `begin(version, timeline)` makes, into which every rank of this host saves."""
+        return self.folder / folders.unfinished_name(version, timeline)
+
     def publish(self, state: CheckpointState, ledger: Mapping[int, Sequence[str]], files: Mapping[str, bytes]) -> None:
-        """Turn the folder from `begin`, now complete, into the newest snapshot, and remove the one before. The arguments are those of
-        `Checkpoints.publish`. Raises as `begin` does."""
-        unfinished = self.folder / folders.unfinished_name(state.version, state.timeline)
+        """On rank 0's host: turn the folder from `begin`, now complete on all hosts, into the newest snapshot, and remove the one before.
+        The arguments are those of `Checkpoints.publish`. Raises as `begin` does."""
+        unfinished = self.locate_unfinished(state.version, state.timeline)
         complete = self.folder / f"step_{state.version}-{state.timeline}"
         with disk_errors(self.folder):
             write_state(unfinished, state, ledger, files)
             unfinished.rename(complete)
         self._remove(state.timeline, but=[complete])
 
-    def adopt(self) -> int | None:
-        """Turn the newest snapshot to which the checkpoints lead into one of them. Returns its version, None if there is no such snapshot.
-        Whatever is in the folder is removed. Raises `ServiceError` as `Checkpoints.publish` does."""
-        complete = (path for path in self.folder.iterdir() if _COMPLETE.fullmatch(path.name))
-        ours = {read_state(path).version: path for path in complete if self.checkpoints.leads_to(path)}
-        version = max(ours, default=None)
-        if version is not None:
-            self.checkpoints.adopt(ours[version])
-            log.info("continuing from the snapshot of version %d, which is a checkpoint now", version)
+    def newest(self) -> CheckpointState | None:
+        """On rank 0's host: return the state of the newest snapshot to which the checkpoints lead, None if there is none."""
+        states = (read_state(path) for path in _complete(self.folder.iterdir()) if self.checkpoints.leads_to(path))
+        return max(states, key=lambda state: state.version, default=None)
+
+    def locate(self, version: int, timeline: str) -> Path:
+        """Return the folder of a snapshot that is complete on rank 0's host; there may be none on this one."""
+        complete = self.folder / f"step_{version}-{timeline}"
+        return complete if complete.exists() else self.locate_unfinished(version, timeline)
+
+    def list_files(self, version: int, timeline: str) -> list[str]:
+        """Return the paths of the files that this host has of it, relative to its folder."""
+        folder = self.locate(version, timeline)
+        return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+    def copy(self, version: int, timeline: str, target: Path) -> None:
+        """Copy what this host has of it to `target`, on a disk. Raises `ServiceError` if it can't be written."""
+        with disk_errors(target):
+            for name in self.list_files(version, timeline):
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(self.locate(version, timeline) / name, target / name)
+                fsync(target / name)  # the rank that publishes can't flush another machine's writes
+
+    def clear(self) -> None:
+        """Remove whatever is in the folder."""
         for path in self.folder.iterdir():
             shutil.rmtree(path, ignore_errors=True)
-        return version
 
     def remove(self) -> None:
         """Remove the folder, once the run's newest weights are in a checkpoint."""
@@ -106,3 +120,12 @@ class Snapshots:
         self.checkpoints.require_newest(timeline)
         for path in others:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _complete(paths: Iterable[Path]) -> list[Path]:
+    return [path for path in paths if _COMPLETE.fullmatch(path.name)]
+
+
+def _version(folder: Path) -> int:
+    found = _VERSION.search(folder.name)
+    return int(found[1]) if found else -1

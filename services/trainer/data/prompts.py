@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -68,6 +68,10 @@ class Prompts:
             (name, fit) for name, problems in asked.items() for fit in self._fitting(problems, keys[name], wrong)
         ]
         wrong.tell()
+        self._held_out = held_out if data.evaluate is not None else held_out[: config.algorithm.max_val_samples]
+        tasks, validated = ({problem.task_name for _, problem in part} for part in (held_out, self._held_out))
+        if data.evaluate is None:
+            _check_named_metrics(config, validated)
         self._order = _make_order(self._train, config) if data.evaluate is None else ()
         self._lock = threading.Lock()
         self.counts = PromptCounts(
@@ -79,8 +83,8 @@ class Prompts:
             held_out=dropped["held_out"],
             too_long=len(train) - len(self._train),
             too_long_validation=sum(map(len, asked.values())) - len(held_out),
+            unvalidated=tuple(sorted(tasks - validated)),
         )
-        self._held_out = held_out if data.evaluate is not None else held_out[: config.algorithm.max_val_samples]
 
     @property
     def total(self) -> int:
@@ -158,6 +162,24 @@ class Prompts:
         elif reasons:
             log.warning("%s: %d of %d problems are left out: %s, …", key, len(reasons), len(problems), reasons[0])
         return fitting
+
+
+def _check_named_metrics(config: Config, tasks: Set[str]) -> None:
+    """Raise `ConfigError` for a metric that no validation on held-out prompts of these `tasks` will have. The run would never stop, or know
+    no best checkpoint, and say nothing."""
+    algorithm = config.algorithm
+    stops, stop = f"{algorithm.name}.stop_at_validation_metric", algorithm.stop_at_validation_metric
+    if stop is not None and not tasks:
+        raise ConfigError(
+            f"{stops} {stop}: the run has no held-out prompts; give data.validation, or leave the key out"
+        )
+    for key, name in ((stops, stop), ("checkpointing.metric_name", config.checkpointing.metric_name)):
+        metric, _, task = (name or "").removeprefix("val:").partition("/")
+        if task and metric == "accuracy" and (len(tasks) < 2 or task not in tasks):
+            known = ["accuracy", *(f"accuracy/{each}" for each in sorted(tasks) if len(tasks) > 1)]
+            raise ConfigError(
+                f"{key} {name}: the held-out prompts have no task of that name, or no other; give one of {', '.join(known)}"
+            )
 
 
 def digest_problems(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:

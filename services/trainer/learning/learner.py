@@ -27,7 +27,7 @@ from headrace.run.checkpoints import cannot_write_checkpoint
 from headrace_services.refit import states
 from headrace_services.refit.probe import ROUNDING_MULTIPLE, is_exact, only_rounds
 from headrace_services.trainer.data import ModelTokens
-from headrace_services.trainer.distributed.ranks import Ranks
+from headrace_services.trainer.distributed.ranks import Ranks, place_on_host
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
 from headrace_services.trainer.network.backbone import Write, choose_device, description
@@ -42,6 +42,8 @@ from headrace_services.trainer.network.policy_model import (
 from headrace_services.trainer.network.value_model import ValueModel
 
 log = logging.getLogger(__name__)
+
+TRAINING = "training"  # the folder of a checkpoint for counters and moments
 
 
 @dataclasses.dataclass
@@ -102,7 +104,7 @@ class Learner:
         self.broken: str | None = None
         self.seconds: dict[str, float] = {}
         self.work: Work | None = None
-        self.counters = self._load(checkpoint / "training") if checkpoint else Counters()
+        self.counters = self._load(checkpoint / TRAINING) if checkpoint else Counters()
 
     @property
     def version(self) -> int:
@@ -181,15 +183,15 @@ class Learner:
         """Copy what this rank writes of a checkpoint to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer and adapter),
         `value/` if there is a value model, and `training/`. The copy is complete once this returns.
 
-        The result writes it to a folder that exists and that the ranks share. No training changes the copy, so a thread may write it
-        meanwhile. It raises `ServiceError` if the folder can't be written.
+        The result writes it to a folder that exists, the same for all ranks of a host. No training changes the copy, so a thread may write
+        it meanwhile. It raises `ServiceError` if the folder can't be written.
         """
         self.refuse_if_broken()
         parts = {"policy": self.policy.snapshot()}
         if self.value is not None:
             parts["value"] = self.value.snapshot()
         counters, moments = dataclasses.asdict(self.counters), self.config.checkpointing.save_optimizer
-        parts["training"] = snapshot_training(counters, self._optimizers, moments=moments)
+        parts[TRAINING] = snapshot_training(counters, self._optimizers, moments=moments)
         tokenizer = self.tokenizer if self.ranks.rank == 0 else None
 
         def write(folder: Path) -> None:
@@ -225,12 +227,17 @@ class Learner:
             ) from error
         self.require_room(folder.parent)
 
-    def require_room(self, folder: Path, copies: int = 1) -> None:
-        """Raise `ServiceError` unless `folder` has room for so many checkpoints. No collective."""
+    def require_room(self, folder: Path, copies: int = 1, *, of_host: bool = False) -> None:
+        """Raise `ServiceError` unless `folder` has room for so many checkpoints, or for what the ranks of this host write of them. No
+        collective."""
         parameters = [parameter for model in self._models.values() for parameter in model.parameters()]
         weights = sum(4 * parameter.numel() for parameter in parameters)
         saved = self.config.checkpointing.save_optimizer
         moments = 2 * sum(4 * parameter.numel() for parameter in parameters if saved and parameter.requires_grad)
+        if of_host:
+            local, held = place_on_host()[1], self.policy_optimizer.shard
+            weights *= self.ranks.rank < local  # rank 0 writes them
+            moments = moments * min(local, held.count) // held.count if held.writes else 0
         free = shutil.disk_usage(folder).free
         if free < copies * (weights + moments):
             takes = f"its weights take {weights >> 20} MiB" + (f" and its moments {moments >> 20}" if moments else "")

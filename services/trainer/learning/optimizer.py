@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from headrace_services.trainer.network.backbone import Write
 
 log = logging.getLogger(__name__)
 
-_STATE, _OLD = "state.json", ".metadata"
+_STATE = "state.json"
 
 CLASSES: dict[str, type[optim.AdamW] | type[optim.Adam]] = {
     "torch.optim.AdamW": optim.AdamW,
@@ -245,11 +245,6 @@ def snapshot_training(counters: Mapping[str, int], optimizers: Mapping[str, Mode
 
 def load_training(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> TrainingState:
     """Load what `snapshot_training` wrote into `optimizers`. Raises `ServiceError` if it can't be read or lacks one of the models."""
-    if (folder / _OLD).exists():
-        raise ServiceError(
-            f"checkpoint {folder.parent}: an older build pickled its training state, and this build doesn't read pickles; finish the run "
-            "with that build, or give run.id another name and start over from its policy/ (policy.model_name)"
-        )
     try:
         state = msgspec.json.decode((folder / _STATE).read_bytes(), type=TrainingState)
         for name, optimizer in optimizers.items():
@@ -266,6 +261,13 @@ def load_training(folder: Path, optimizers: Mapping[str, ModelOptimizer]) -> Tra
             f"checkpoint {folder.parent}: its training state can't be read ({error!r}); remove it to continue from an earlier checkpoint"
         ) from error
     return state
+
+
+def missing_parts(folder: Path, files: Collection[str]) -> list[str]:
+    """Return which of the ranks' files are not among `files`, the names of all that there are. `folder` has the `state.json` that
+    `snapshot_training` wrote."""
+    ranks = msgspec.json.decode((folder / _STATE).read_bytes(), type=TrainingState).ranks
+    return sorted({_file(rank, ranks) for rank in range(ranks)} - {*files})
 
 
 def _file(rank: int, ranks: int) -> str:

@@ -33,6 +33,7 @@ from headrace.base.files import atomic_write, fsync
 from headrace.config import Config
 from headrace.config.in_yaml import without_password
 from headrace.config.keys import Keys
+from headrace.launch.tracker_login import is_logged_in
 from headrace.run.journal import Line, parse_lines, read_bytes, size, surviving
 from headrace.run.metric_names import tracked_name
 from headrace.run.sample_files import SampleFiles
@@ -90,7 +91,7 @@ def list_enabled(config: Config) -> Iterator[tuple[str, Opener, str]]:
         server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
         yield "wandb", lambda run_id: WeightsAndBiases(config, run_id), server
     if logger.mlflow_enabled:
-        yield "mlflow", lambda run_id: MLflowRun(config, run_id), _mlflow_server(config) or ""
+        yield "mlflow", lambda run_id: MLflowRun(config, run_id), config.logger.mlflow.server or ""
 
 
 class TensorBoard:
@@ -154,7 +155,7 @@ class WeightsAndBiases:
             id=self.run_id,
             resume="allow",
             dir=str(config.log_folder),
-            mode=None if _is_logged_in() else "offline",
+            mode=None if is_logged_in() else "offline",
             config=parameters(config),
             # don't record console output and code; an unreachable server must not delay the trainer's exit
             settings=wandb.Settings(
@@ -186,18 +187,6 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _is_logged_in() -> bool:
-    """Return whether there is a login for Weights & Biases, or WANDB_MODE makes it unnecessary."""
-    import wandb
-
-    if "WANDB_MODE" in os.environ:
-        return True
-    try:
-        return wandb.login(verify=False, timeout=1)
-    except (wandb.errors.UsageError, TimeoutError):  # it would prompt for a key
-        return False
-
-
 class MLflowRun:
     """A run of MLflow, on a server or in a SQLite file beside the run. `run_id` None makes a new one, unless the configuration names one.
 
@@ -211,7 +200,7 @@ class MLflowRun:
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         settings, folder = config.logger.mlflow, config.log_folder.absolute()
-        store = _mlflow_server(config)
+        store = config.logger.mlflow.server
         files = settings.artifact_location
         if store is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -258,10 +247,6 @@ class MLflowRun:
 
     def close(self) -> None:
         self._client.set_terminated(self.run_id)
-
-
-def _mlflow_server(config: Config) -> str | None:
-    return config.logger.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
 
 
 def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -85,4 +85,6 @@ def test_what_can_not_start_says_why_and_leaves_nothing(config: Path, tmp_path: 
         headrace.Run.start(config, {"grpo.max_num_stepz": 1}, data=ROWS)
     with pytest.raises(ServiceError, match="missing-model"):
         headrace.Run.start(config, {"policy.model_name": str(tmp_path / "missing-model")}, data=ROWS)
+    with pytest.raises(ServiceError, match=r"^data\[1\]: field 'input' is 5, "):
+        headrace.Run.start(config, data=[*ROWS[:1], {"input": 5, "output": "6"}])
     assert not [*(tmp_path / "runs").glob("*")]

@@ -10,6 +10,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,57 @@ def test_what_is_named_and_not_there_is_said_before_anything_starts(
     assert "(command line)" in error or "data: env_name" in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides", "said"),
+    [
+        ({}, ["logger.wandb_enabled=true"], "warning: logger.wandb_enabled: not logged in"),
+        ({"WANDB_API_KEY": "canary"}, ["logger.wandb_enabled=true"], "WANDB_API_KEY invalid"),
+        ({"WANDB_MODE": "offline"}, ["logger.wandb_enabled=true"], None),
+        ({"WANDB_API_KEY": "a" * 40}, ["logger.wandb_enabled=true"], None),
+        ({}, ["logger.mlflow_enabled=true"], None),  # into a file
+        ({}, ["logger.tensorboard_enabled=true"], None),
+        ({}, ["logger.tensorboard_enabled=true", "logger.tensorboard.log_dir=/dev/null/a"], "/dev/null is no folder"),
+        (
+            {"MLFLOW_TRACKING_URI": "http://me:canary@{}"},
+            ["logger.mlflow_enabled=true"],
+            "warning: logger.mlflow_enabled: http://me:***@",
+        ),
+        ({}, ["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=http://{}"], "you are not authenticated"),
+    ],
+)
+def test_a_tracker_that_would_get_nothing_is_told_before_the_run(
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    overrides: list[str],
+    said: str | None,
+) -> None:
+    class Closed(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+            self.wfile.write(b"you are not authenticated")
+
+        do_GET = do_POST
+
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Closed) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value.format(address))
+        done = headrace("config", "check", config, *(each.format(address) for each in overrides))
+        server.shutdown()
+    assert done.returncode == 0
+    assert "canary" not in done.stdout + done.stderr
+    assert (said is None) == ("logger." not in done.stderr)
+    assert said is None or said in done.stderr
 
 
 def test_a_problem_says_in_which_line_it_stands(config: Path) -> None:

@@ -404,6 +404,14 @@ def test_an_environment_that_cant_start_ends_the_run_before_loading(up: Start, t
     assert "rollout-1: starting" not in raising.said()
 
 
+@pytest.mark.parametrize("real", ["light"], indirect=True)
+def test_a_hub_that_hangs_while_an_environment_starts_is_replaced(up: Start, tmp_path: Path) -> None:
+    file = tmp_path / "my_env.py"
+    file.write_text(JUDGE)
+    run = up(1, PAGELESS, f"env.mine.target={file}:Judge", "run.hang_timeout_s=1", reward="hanging_reward")
+    run.wait_for("reward: no answer for")
+
+
 def replicas(run: Up) -> list[int]:
     """Process ids, oldest first."""
     return sorted(pid for pid, command in run.started().items() if "headrace.cli rollout" in command)

@@ -27,19 +27,16 @@ VIEWS = {
     "/runs/adder/timeline": "rollout-1",
     "/runs/adder/system": "num_prompts_per_step",
     "/compare?run=adder&run=wider": "wider",
-    "/runs/older": "older",
-    "/runs/older/prompts": "0-10",
-    "/runs/older/groups/0-10": "0-10",
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs: `adder` with hostile texts, `wider`, one of an older build, and one that is damaged."""
+    """Runs: `adder` with hostile texts, `wider`, one without a history of groups, and one that is damaged."""
     folder = tmp_path_factory.mktemp("runs")
     recorded_run(folder, text=HOSTILE)
     recorded_run(folder, "wider")
-    recorded_run(folder, "older", groups=False)
+    recorded_run(folder, "empty", groups=False)
     (recorded_run(folder, "broken") / JOURNAL).write_text("no journal\n")
     return folder
 
@@ -187,7 +184,7 @@ def test_a_program_opens_a_view_for_its_person(window: Window) -> None:
 
 
 def test_each_arrow_has_its_groups_a_minute(window: Window) -> None:
-    page = window.open("/runs/older")
+    page = window.open("/runs/empty")
     rates = page.locator(".stage .rate").all_inner_texts()
     assert rates == [""] * 5 + ["12/min"], "without a history only what was trained is known"
     page = window.open("/runs/adder")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.records.score import Score
-from headrace.replay import End, Limits, ReplayClient, Waiting
+from headrace.replay import End, ReplayClient, Waiting
 from tests.support.buffer import (
     begin,
     enqueue,
@@ -147,18 +147,3 @@ async def test_the_server_keeps_as_many_steps_of_metrics_as_one_call_reads(repla
         await replay.publish_metrics("train", step, {"reward": 0.5}, timeline)
     assert [step for _, _, step, _ in await replay.metrics()] == list(range(3, 1003))
     assert await replay.metrics("0", 2000) == await replay.metrics()
-
-
-async def test_an_earlier_builds_single_line_is_taken_by_environment(replay: ReplayClient, limits: Limits) -> None:
-    """It enqueued groups without saying their environment, and kept the trajectories of all in one line."""
-    lease = await lease_one(replay)
-    await push_all(replay, lease)
-    assert len(await replay.take_scoring({"math": 1})) == 1
-    redis, base = replay.redis, f"hr:{{{replay.run_id}}}:{(await replay.state()).incarnation}"
-    for place in ("unscored", "taken"):
-        await redis.rename(f"{base}:{place}:math", f"{base}:{place}")
-    await redis.delete(f"{base}:environments")
-    await redis.hdel(f"{base}:g:{lease.group.id}", "env")
-    await replay.open_run(limits)
-    await replay.release_scoring()
-    assert len(await replay.take_scoring({"math": 8})) == 2

@@ -90,6 +90,23 @@ async def test_law_4_a_rejection_that_comes_again_or_late_changes_nothing(replay
         await reject(replay, third, third.groups[0])
 
 
+@pytest.mark.parametrize("how", ["announced", "offered"])
+async def test_law_6_a_step_that_later_weights_were_trained_on_stays_reserved(replay: ReplayClient, how: str) -> None:
+    """Taken back again and again, it would wait for groups that later weights wrote, and they for room."""
+    await generate(replay, await begin(replay, 8))
+    batch, timeline = await reserve(replay, 0), (await replay.state()).timeline
+    if how == "announced":
+        await replay.open_epoch(nonce(), 1, timeline, {})
+    else:
+        await replay.offer(nonce(), 1, timeline, {}, [-1.0], 1e-3, 1e-3)
+    before = await contents(replay)
+    with pytest.raises(WrongStep, match="rejection of step 0"):
+        await reject(replay, batch, batch.groups[0])
+    assert await contents(replay) == before
+    await rewind(replay, 0)
+    await reject(replay, await reserve(replay, 0), batch.groups[0])
+
+
 async def test_a_rewind_to_a_step_that_was_reopened_finds_its_survivors(replay: ReplayClient) -> None:
     replica = await begin(replay, 8)
     made = await generate(replay, replica)

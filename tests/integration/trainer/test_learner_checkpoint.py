@@ -248,13 +248,6 @@ def test_a_damaged_training_state_is_an_error_with_the_remedy(tiny_model: Path, 
         Learner(config(tiny_model), tmp_path)
 
 
-def test_a_pickled_training_state_of_an_older_build_is_refused_unread(tiny_model: Path, tmp_path: Path) -> None:
-    Learner(config(tiny_model)).snapshot()(tmp_path)
-    (tmp_path / "training" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    with pytest.raises(ServiceError, match=r"older build.*pickled"):
-        Learner(config(tiny_model), tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [1, pytest.param(0, marks=pytest.mark.nightly)])  # the other way round
 def test_two_ranks_skip_a_checkpoint_that_one_finds_damaged(tiny_model: Path, tmp_path: Path, place: int) -> None:

@@ -120,7 +120,8 @@ async def test_a_killed_run_resumes_to_the_last_bit(
 @pytest.fixture
 def paired(settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """On-policy, on two ranks, with a snapshot of each step and no checkpoint before the last."""
-    (tmp_path / "memory").mkdir()
+    for name in ("memory", "memory-2"):
+        (tmp_path / name).mkdir()
     settings["grpo"] |= {"async_grpo": {"enabled": False}, "val_period": 0, "val_at_start": False}
     settings["checkpointing"] |= {"save_period": 100, "snapshot_dir": str(tmp_path / "memory")}
     return settings
@@ -140,22 +141,32 @@ DEATHS = {
 }
 
 
+@pytest.mark.parametrize(
+    "hosts", [pytest.param(["memory"], marks=pytest.mark.nightly), ["memory", "memory-2"]], ids=["one host", "two"]
+)
 async def test_ranks_that_die_continue_from_a_snapshot_to_the_last_bit(
-    paired: dict[str, Any], replay: ReplayClient, limits: Limits, redis_url: str, tiny_model: Path, tmp_path: Path
+    paired: dict[str, Any],
+    replay: ReplayClient,
+    limits: Limits,
+    redis_url: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    hosts: list[str],
 ) -> None:
+    memories = [str(tmp_path / name) for name in hosts] if len(hosts) > 1 else []
     steps = paired["grpo"]["max_num_steps"] = 10
     on_policy = dataclasses.replace(limits, max_age=0)
     await replay.open_run(on_policy)
     straight = Trainer(paired, tmp_path / "straight.log")
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
-        assert await straight.run_ranks(2) == [0, 0], straight.said()
+        assert await straight.run_ranks(2, hosts=memories) == [0, 0], straight.said()
     twin = ReplayClient(open_redis(redis_url), f"{replay.run_id}-killed")
     await twin.open_run(on_policy)
     killed = Trainer({**paired, "run": {**paired["run"], "id": twin.run_id}}, tmp_path / "killed.log")
     async with running(SmallReplica(twin, tiny_model).run(), score_all(twin)):
         for fault in DEATHS:
-            assert -9 in await killed.run_ranks(2, fault), killed.said()
-        assert await killed.run_ranks(2) == [0, 0], killed.said()
+            assert -9 in await killed.run_ranks(2, fault, memories), killed.said()
+        assert await killed.run_ranks(2, hosts=memories) == [0, 0], killed.said()
     check_history(killed, steps)  # law 1: no kill lost a group, and none is trained twice
     assert await settled(twin) == {"trained": steps * PROMPTS}
     await twin.aclose()
@@ -163,7 +174,7 @@ async def test_ranks_that_die_continue_from_a_snapshot_to_the_last_bit(
     assert [line.step for line in killed.journal() if line.kind == "rewind"] == resumed
     for (step, ours), (_, theirs) in zip(numbers(killed), numbers(straight), strict=True):
         assert [(step, name) for name in ours | theirs if ours.get(name) != theirs.get(name)] == []
-    assert [*(tmp_path / "memory").iterdir()] == [], "nothing is left in memory"
+    assert [[*(tmp_path / name).iterdir()] for name in hosts] == [[] for _ in hosts], "nothing is left in memory"
 
 
 async def test_without_its_snapshot_a_trainer_continues_from_the_checkpoint(
@@ -182,6 +193,24 @@ async def test_without_its_snapshot_a_trainer_continues_from_the_checkpoint(
     check_history(trainer)
     assert await settled(replay) == {"trained": STEPS * PROMPTS}
     assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [0, 2]
+
+
+@pytest.mark.nightly  # test_snapshots.py has what is decided
+async def test_a_host_that_is_gone_takes_its_part_of_the_snapshot_along(
+    paired: dict[str, Any], replay: ReplayClient, limits: Limits, tiny_model: Path, tmp_path: Path
+) -> None:
+    paired["checkpointing"]["save_period"] = 2
+    await replay.open_run(dataclasses.replace(limits, max_age=0))
+    trainer = Trainer(paired, tmp_path / "trainer.log")
+    memories = [str(tmp_path / name) for name in ("memory", "memory-2")]
+    async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
+        assert -9 in await trainer.run_ranks(2, "after_snapshot:3", memories), trainer.said()
+        (snapshots,) = (tmp_path / "memory-2").iterdir()
+        shutil.rmtree(snapshots)
+        assert await trainer.run_ranks(2, hosts=memories) == [0, 0], trainer.said()
+    check_history(trainer)
+    assert "snapshot of version 3 is no longer whole (rank_1_of_2.safetensors: its host is gone)" in trainer.said()
+    assert [line.step for line in trainer.journal() if line.kind == "rewind"] == [2]
 
 
 @pytest.mark.nightly  # GRPO does, every day, and the value model's checkpoint has tests of its own

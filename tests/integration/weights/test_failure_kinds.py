@@ -19,16 +19,16 @@ def test_a_worker_reports_the_kind_of_its_failure() -> None:
     from headrace_services.refit.engine_extension import WeightChannelExtension, _interrupting
 
     def failing(error: Exception, *, in_collective: bool = False) -> RefitFailure | None:
-        def join(_: Any) -> None:
+        def join(*_: Any) -> None:
             if not in_collective:
                 raise error
             with _interrupting():
                 raise error
 
         extension: Any = WeightChannelExtension()
-        extension.weight_transfer_engine = SimpleNamespace(init_transfer_engine=join, parse_init_info=lambda info: info)
+        extension.weight_transfer_engine = SimpleNamespace(join=join)
         extension.vllm_config = VllmConfig()
-        return extension.join_group({})
+        return extension.join_group({}, 1.0)
 
     gone = WeightChannelAborted("the group is over")
     assert failing(gone, in_collective=True) == RefitFailure("interrupted", "the group is over")

@@ -17,7 +17,7 @@ def test_vllms_settings_of_nccl_do_not_reach_the_trainers_group(monkeypatch: pyt
     """As with VLLM_BATCH_INVARIANT: ranks that differ in it would wait for each other for ever."""
     from vllm.utils import nccl
 
-    from headrace_services.refit.engine_extension import JoinGroup, WeightChannelEngine
+    from headrace_services.refit.engine_extension import WeightChannelEngine
 
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     monkeypatch.setattr(
@@ -33,6 +33,7 @@ def test_vllms_settings_of_nccl_do_not_reach_the_trainers_group(monkeypatch: pyt
     engine = WeightChannelEngine.__new__(WeightChannelEngine)
     engine._channel, engine._closed = None, SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
     engine.parallel_config, engine.device = SimpleNamespace(rank=0), "cpu"  # type: ignore[assignment]
-    engine.init_transfer_engine(JoinGroup("g", "nccl", "127.0.0.1", 1, "00", 1, 2, 1.0, 0.5))
+    place = {"host": "127.0.0.1", "port": 1, "rank": 1, "world_size": 2, "secret": b"0", "connect_s": 0.5}
+    engine.join({"group_id": "g", "backend": "nccl", **place}, 1.0)
     assert found == [None]
     assert os.environ["NCCL_PROTO"] == "Simple"

@@ -63,6 +63,7 @@ def status(result: Finish) -> str:
         ({"trained": 0, "score": None}, {"graded": True}, "FAILED", False),
         ({"paths": 2}, {}, "SCORED", True),
         ({"paths": 2}, {"branches": "refuse"}, "FAILED", False),
+        ({"paths": 1}, {"branches": "refuse"}, "SCORED", True),
         # a limit of the run
         ({"limit": "calls", "refused": True}, {}, "SCORED", True),
         ({"limit": "calls", "refused": True, "score": FAILED}, {}, "FAILED", False),
@@ -75,6 +76,7 @@ def status(result: Finish) -> str:
             True,
         ),
         ({"limit": "calls", "refused": True}, {"on_limit": "fail"}, "FAILED", False),
+        ({}, {"on_limit": "fail"}, "SCORED", True),
         (
             {"limit": "calls", "refused": True, "score": None, "hung": "agents.finish_s"},
             {"on_limit": -1.0},

@@ -17,8 +17,9 @@ import headrace
 from headrace.api import inputs
 from headrace.api.starting import to_overrides
 from headrace.base.errors import ConfigError
-from headrace.config import load
+from headrace.config import Config, load
 from headrace.config.yaml_text import parse
+from headrace_services.trainer.data.problems import look_at
 
 NOTEBOOK = '''
 import math
@@ -190,3 +191,33 @@ def test_nested_and_dotted_keys_are_the_same(tmp_path: Path) -> None:
 def test_a_value_without_a_form_in_yaml_is_named() -> None:
     with pytest.raises(ConfigError, match=r"a\.b: .*object"):
         list(to_overrides({"a": {"b": object()}}))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"input": "1", "output": None}],
+            "data[0]: field 'output' is None, not text or a number; correct or remove the line",
+        ),
+        ([{"input": 1, "output": ""}, {"input": 2, "output": ""}], "  data[1]: "),
+        ([], "data: it has no problem; give one per line"),
+        (
+            pandas.DataFrame([{"input": "1", "output": "1"}, {"input": None, "output": "1"}]),
+            "row 1 of data: field 'input'",
+        ),
+    ],
+)
+def test_an_error_of_a_data_set_names_the_argument_and_its_row(tmp_path: Path, rows: Any, said: str) -> None:
+    path = inputs.write_data(rows, tmp_path)
+    settings = {"data": {"train": {"data_path": str(path), "env_name": "math"}}, "env": {"math": {"type": "math"}}}
+    ((_, message),) = look_at(Config.model_validate(settings).data)
+    named = inputs.name_arguments(message, tmp_path)
+    assert said in named
+    assert str(tmp_path) not in named
+    assert "data_path" not in named
+
+
+def test_an_error_of_a_reward_names_the_argument(tmp_path: Path) -> None:
+    error = f"env.mine.target {tmp_path / inputs.REWARD}:mine: it does not define mine"
+    assert inputs.name_arguments(error, tmp_path) == "env.mine.target reward:mine: it does not define mine"

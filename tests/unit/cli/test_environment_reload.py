@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, ServiceError
 from headrace.cli.display import LineDisplay
 from headrace.config import Config
 from headrace.launch import environment_processes
 from headrace.launch.pipeline import Pipeline
 from headrace.net import credentials
+from headrace.replay import EnvironmentState
 
 MINE = """
 import headrace
@@ -98,6 +100,66 @@ async def test_a_change_is_loaded_and_one_that_can_not_be_is_told(
         assert sent == ([] if signum is None else [("environment-mine", signum)])
         said = console.file.getvalue()  # type: ignore[attr-defined]
         assert (said.count("can't be loaded") == 1) == (signum is None)
+    finally:
+        pipeline.supervisor.close()
+
+
+async def test_one_that_restarts_with_an_edit_is_not_broken(
+    config: Config, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(Console(file=io.StringIO())))
+    monkeypatch.setattr(pipeline.supervisor, "replace", lambda *_: None)
+    ready = True
+
+    async def answer(*_: object) -> tuple[int, str]:
+        return 200, json.dumps([{"name": "mine", "ready": ready, "message": "can't be reached"}])
+
+    async def waits(*, is_up: bool, breaker: str = "") -> list[str]:
+        nonlocal ready
+        ready = is_up
+        await pipeline._look_at_environments(0.0)
+        opened = EnvironmentState("mine", 1, 0, 0, 0, broken=True, kind=breaker, message="no answer")
+        pipeline._broken = {"mine": opened} if breaker else {}
+        pipeline._forget_edits()
+        return [wait.why for wait in pipeline._waits()]
+
+    monkeypatch.setattr(pipeline, "_ask", answer)
+    child = pipeline.children.environments["mine"]
+    child.pid, child.was_ready, child.source_time = 1, True, changed_at(file)
+    restarts = f"it restarts with the changed {file}"
+    broken = f"it is broken: no answer; fix {file}, and the run continues"
+    try:
+        assert await waits(is_up=True) == []
+        edit(file, MINE.replace("1.0", "0.5"))
+        assert await waits(is_up=True) == []  # it has not ended yet
+        assert await waits(is_up=False) == [restarts]
+        child.restarts = 1
+        assert await waits(is_up=False, breaker="NOT_STARTED") == [restarts]
+        assert await waits(is_up=True, breaker="NOT_STARTED") == [restarts]  # until the breaker's probe
+        assert await waits(is_up=True, breaker="FAILING") == [broken]  # the edit is to blame
+        child.restarts = 2
+        assert await waits(is_up=True, breaker="NOT_STARTED") == [broken]
+        child.restarts = 1
+        assert await waits(is_up=True) == []
+        assert await waits(is_up=False) == ["can't be reached"]
+    finally:
+        pipeline.supervisor.close()
+
+
+async def test_one_that_the_hub_never_names_ends_the_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(Console(file=io.StringIO())))
+    answers = iter([(0, "refused"), (200, "[]")])
+
+    async def answer(*_: object) -> tuple[int, str]:
+        return next(answers)
+
+    monkeypatch.setattr(pipeline, "_ask", answer)
+    try:
+        await pipeline._look_at_environments(0.0)
+        with pytest.raises(ServiceError, match="no environment mine"):
+            await pipeline._look_at_environments(0.0)
     finally:
         pipeline.supervisor.close()
 

@@ -76,7 +76,8 @@ def test_the_best_is_the_initial_model_where_no_checkpoint_is_better(run: Path) 
 def test_a_run_that_keeps_the_newest_has_a_best_too(run: Path, validates: bool, step: int) -> None:
     """That of its validations; without any, of its rewards."""
     config = runs.load_saved(run / runs.SAVED)
-    newest = config.checkpointing.model_copy(update={"metric_name": None})
+    # which way is better says nothing about metrics that the key does not name
+    newest = config.checkpointing.model_copy(update={"metric_name": None, "higher_is_better": False})
     runs.save(config.model_copy(update={"checkpointing": newest}))
     if not validates:
         (run / "checkpoints" / "step_2" / metrics_name("t")).unlink()

@@ -18,7 +18,9 @@ from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY
 
 
-def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> Prompts:
+def prompts(
+    tmp_path: Path, *questions: str, longest: int = 6, others: dict[str, Any] | None = None, **data: Any
+) -> Prompts:
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"input": question, "output": "1"}) + "\n" for question in questions))
     source = {"data_path": str(path), "env_name": "math"}
@@ -27,6 +29,7 @@ def prompts(tmp_path: Path, *questions: str, longest: int = 6, **data: Any) -> P
             "data": {"train": source, "shuffle": False, "max_input_seq_length": longest, **data},
             "env": {"math": {}},
             "policy": {"generation": {"max_new_tokens": 6}},
+            **(others or {}),
         }
     )
     return Prompts(config, tiny.make_tokenizer(), TINY)
@@ -38,6 +41,58 @@ def test_a_prompt_that_is_too_long_ends_the_run_first(tmp_path: Path) -> None:
         prompts(tmp_path, "1+1", "47+85+3")
     with pytest.raises(ConfigError, match=r"2 of its 3 prompts"):
         prompts(tmp_path, "1+1", "47+85+3", "47+85+4")
+
+
+def stop_at(metric: str) -> dict[str, Any]:
+    return {"grpo": {"stop_at_validation_metric": metric, "stop_at_validation_threshold": 0.9}}
+
+
+def best_by(metric: str) -> dict[str, Any]:
+    return {"checkpointing": {"metric_name": metric}}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "others", "said"),
+    [
+        ("", stop_at("accuracy"), "no held-out prompts"),
+        ("", best_by("val:accuracy"), None),  # the default
+        ("a", stop_at("val:accuracy"), None),
+        ("a", stop_at("accuracy/a"), "give one of accuracy$"),  # the only task has no metric of its own
+        ("ab", stop_at("accuracy/a"), None),
+        ("ab", stop_at("val:accuracy/c"), "give one of accuracy, accuracy/a, accuracy/b$"),
+        ("ab", best_by("val:accuracy/c"), r"checkpointing\.metric_name val:accuracy/c"),
+        ("ab", best_by("val:accuracy/b"), None),
+    ],
+)
+def test_a_metric_that_no_validation_has_ends_the_run_first(
+    tmp_path: Path, tasks: str, others: dict[str, Any], said: str | None
+) -> None:
+    held_out = []
+    for task in tasks:
+        path = tmp_path / f"{task}.jsonl"
+        path.write_text(json.dumps({"input": f"{ord(task)}", "output": "1"}) + "\n")
+        held_out.append({"data_path": str(path), "env_name": "math"})
+    if said is None:
+        prompts(tmp_path, "1+1", others=others, validation=held_out)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            prompts(tmp_path, "1+1", others=others, validation=held_out)
+
+
+def test_a_validation_set_that_is_never_reached_is_named(tmp_path: Path) -> None:
+    held_out = []
+    for task, count in (("first", 3), ("second", 2)):
+        path = tmp_path / f"{task}.jsonl"
+        path.write_text("".join(json.dumps({"input": f"{count}*{i}", "output": "1"}) + "\n" for i in range(count)))
+        held_out.append({"data_path": str(path), "env_name": "math"})
+    for most, said in (
+        (5, "5 to validate on"),
+        (4, "5 to validate on, the first 4 each time (grpo.max_val_samples)"),
+        (3, "5 to validate on, the first 3 each time (grpo.max_val_samples), none of second"),
+    ):
+        made = prompts(tmp_path, "1+1", others={"grpo": {"max_val_samples": most}}, validation=held_out)
+        line, _ = made.counts.lines(made._config)
+        assert line == f"prompts: 1 to train on, {said}"
 
 
 def test_the_problem_of_a_group_is_found_by_its_place(tmp_path: Path) -> None:

@@ -171,14 +171,6 @@ def test_a_score_survives_the_wire(score: Score) -> None:
     assert score_from_wire(pb.Result.FromString(score_to_wire(score).SerializeToString())) == score
 
 
-def test_an_earlier_environment_has_the_traceback_in_the_metadata() -> None:
-    metadata = '{"traceback": "line 3", "seen": 1}'
-    failed = score_from_wire(pb.Result(status=pb.STATUS_FAILED, message="KeyError", metadata_json=metadata))
-    assert (failed.traceback, failed.metadata) == ("line 3", {"seen": 1})
-    scored = score_from_wire(pb.Result(status=pb.STATUS_SCORED, reward=1, metadata_json=metadata))
-    assert (scored.traceback, scored.metadata) == ("", {"traceback": "line 3", "seen": 1})
-
-
 @pytest.mark.parametrize(
     ("result", "words"),
     [

@@ -140,6 +140,8 @@ def test_one_that_pulls_drains_first_unless_in_flight(busy: dict[str, Any]) -> N
     assert decide(worker_state(epoch=here, pulls=True, in_flight_updates=True, **busy)) == [TakePart(here)]
     assert decide(worker_state(epoch=here, pulls=True)) == [TakePart(here)]
     assert decide(worker_state(epoch=None, pulls=True)) == [LeaseGroups(4)]  # until then it leases
+    # the others wait for one that has acknowledged, whatever it does by now
+    assert decide(worker_state(epoch=here, **busy)) == [TakePart(here)]
 
 
 def test_a_transfer_is_joined_once() -> None:

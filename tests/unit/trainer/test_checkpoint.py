@@ -1,3 +1,4 @@
+import errno
 import io
 import itertools
 import os
@@ -105,7 +106,7 @@ def test_a_version_is_published_once(checkpoints: Checkpoints, publish: Publish)
         "{",
         '{"version": 1}',
         '{"version":1,"timeline":"t","cursor":"x","run_id":"r"}',
-        '{"version":1,"timeline":"t","cursor":4,"run_id":"r","trained":[[0,4]]}',  # of an older build
+        '{"version":1,"timeline":"t","cursor":4,"run_id":"r","trained":[[0,4]]}',
     ],
 )
 def test_a_damaged_state_is_an_error_with_the_remedy(checkpoints: Checkpoints, publish: Publish, content: str) -> None:
@@ -304,14 +305,6 @@ def test_no_usable_checkpoint_is_an_error_with_each_ones_reason(checkpoints: Che
     assert checkpoints.find_published() == [2, 4]
 
 
-def test_a_checkpoint_of_another_build_is_not_damaged(checkpoints: Checkpoints, publish: Publish) -> None:
-    publish(2)
-    (publish(4) / "state.json").write_text('{"version":1,"timeline":"t1","cursor":4,"run_id":"r","trained":[[0,4]]}')
-    assert checkpoints.newest() == 4
-    with pytest.raises(ServiceError, match="an older build wrote it"):
-        checkpoints.state(4)
-
-
 def test_an_unwritable_place_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", CheckpointingConfig())
@@ -386,6 +379,32 @@ def test_a_trainer_that_wakes_after_its_successor_is_harmless(tmp_path: Path, ca
     new.publish(of("new", 6), {})
     assert new.find_published() == [6]
     assert (new.path(6) / "policy" / "weights").read_text() == "6 in .unfinished-step_6-new"
+
+
+def test_what_cant_be_removed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, a folder with a file that somebody has open is never empty."""
+    remove = shutil.rmtree
+
+    def keep(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    def remains() -> list[str]:
+        return [path.name for path in tmp_path.glob(".unfinished-*")]
+
+    monkeypatch.setattr(shutil, "rmtree", keep)
+    old, new = (Checkpoints(tmp_path, CheckpointingConfig(keep_top_k=1)) for _ in range(2))
+    old.start("old", 0)
+    save(old, "old", 2, 4)
+    half = old.begin(6, "old")
+    assert old.find_published() == [4]
+    new.start("new", 4)
+    assert not half.exists(), "a trainer that is only frozen could complete it"
+    assert len(remains()) == 2
+    save(new, "new", 6)
+    assert len(remains()) == 3
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    save(new, "new", 8)
+    assert remains() == []
 
 
 class FrozenInPublish(Checkpoints):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,11 @@ from hypothesis import strategies as st
 from headrace.config.grpo import GRPOAdvEstimatorConfig
 from headrace.config.loss import LossConfig
 from headrace.config.ppo import PPOAdvEstimatorConfig
+from headrace.records.score import Score
+from headrace_services.trainer.distributed.ranks import Ranks
+from headrace_services.trainer.learning.algorithms.statistics import token_metrics, whiten
 from headrace_services.trainer.learning.batch import Batch, Float64
+from tests.support.trainer import batch, trajectory
 from tests.unit.trainer.advantage_cases import (
     KL,
     NO_KL,
@@ -135,6 +140,16 @@ def test_gdpo_gives_no_advantage_where_components_are_equal() -> None:
     np.testing.assert_array_equal(np.concatenate(found.advantages), np.zeros(18))
 
 
+def test_gdpo_gives_no_advantage_where_components_cancel() -> None:
+    values = [0.1, 0.7, 0.35, 0.2, 0.9, 0.3]
+    components = [{"correct": value, "format": 1 - value} for value in values]
+    whole = dataclasses.replace(
+        made(values, n=3), scores=[Score("SCORED", 0.0, components=each) for each in components]
+    )
+    found = estimates(whole, configured(GRPOAdvEstimatorConfig(name="gdpo"), n=3))
+    assert np.abs(np.concatenate(found.advantages)).max() < 1e-6
+
+
 @LOSSES
 @given(batch=batches(), minus_baseline=st.booleans(), kl_to_go=st.booleans())
 def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
@@ -224,6 +239,24 @@ def test_what_hardly_varies_is_not_blown_up() -> None:
         check(estimates(batch, configured(estimator)).advantages, [[found], [-found]])
     for name in ("raw_reward", "gae"):
         check(estimates(tiny, configured(PPOAdvEstimatorConfig(name=name))).advantages, [[0.01], [-0.01]])
+
+
+def test_trajectories_that_do_not_count_are_not_whitened_with() -> None:
+    """Whatever their tokens are."""
+    three = [trajectory([1], [2, 3], group=str(place)) for place in range(3)]
+    tokens = np.array([1.0, 2.0, 3.0, 4.0, np.nan, np.inf])
+    found = whiten(batch(three, multipliers=[1.0, 1.0, 0.0]), tokens, Ranks(), unbiased=True)
+    expected = whiten(batch(three[:2]), tokens[:4], Ranks(), unbiased=True)
+    assert expected.std(ddof=1) == pytest.approx(1)
+    np.testing.assert_array_equal(found[:4], expected)
+
+
+@pytest.mark.parametrize(("tokens", "std"), [([], 0.0), ([3.0], 0.0), ([3.0, 5.0], math.sqrt(2))])
+def test_a_single_token_has_no_deviation(tokens: list[float], std: float) -> None:
+    given = batch([trajectory([1], [2] * len(tokens))] if tokens else [])
+    found = token_metrics(given, "a", np.array(tokens), Ranks())
+    mean, least, most = (float(np.mean(tokens)), min(tokens), max(tokens)) if tokens else (0.0, 0.0, 0.0)
+    assert found == pytest.approx({"a/mean": mean, "a/std": std, "a/min": least, "a/max": most})
 
 
 def test_gae_without_discount_is_the_reward_less_the_value() -> None:

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_services.trainer.learning.algorithms.statistics import group_advantages
+from headrace.config.grpo import GRPOAdvEstimatorConfig
+from headrace_services.trainer.learning.algorithms.statistics import (
+    ROUNDING,
+    all_equal,
+    baseline_metrics,
+    baselines,
+    group_advantages,
+)
+from tests.unit.trainer.advantage_cases import configured
 
 BOTH = pytest.mark.parametrize("leave_one_out", [False, True])
 
@@ -41,8 +49,23 @@ def test_a_group_of_two_is_normalised_by_its_own_deviation() -> None:
 
 def test_a_group_of_one_is_its_own_baseline() -> None:
     assert group_advantages(np.array([[0.7]]), leave_one_out=False, normalize=True).tolist() == [[0.0]]
+    assert [part.tolist() for part in baselines(np.array([[0.7]]), leave_one_out=False)] == [[[0.7]], [[0.0]]]
     with pytest.raises(ValueError, match="no other trajectories"):
         group_advantages(np.array([[0.7]]), leave_one_out=True, normalize=True)
+
+
+def test_all_values_of_a_group_have_to_be_equal() -> None:
+    assert all_equal(np.array([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])).tolist() == [True, False, False]
+
+
+def test_baselines_of_0_and_of_1_are_counted() -> None:
+    config = configured(GRPOAdvEstimatorConfig(), n=2, use_leave_one_out_baseline=False)
+    found = baseline_metrics(config, np.array([0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0]))
+    assert found == {
+        "baseline_reward/pct_0": 25.0,
+        "baseline_reward/pct_1": 50.0,
+        "baseline_reward/pct_mixed": 25.0,
+    }
 
 
 @BOTH
@@ -63,6 +86,19 @@ def test_one_odd_reward_never_makes_an_advantage_of_thousands(leave_one_out: boo
     assert np.abs(found).max() <= n**0.5
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "alike",
+    [[0.1 + 0.2, 0.3, 0.3, 0.3], [float(np.float32(0.1) + np.float32(0.7)), 0.8, 0.8, 0.8], [1e9 + 1e-6, 1e9, 1e9]],
+)
+def test_rewards_that_differ_by_rounding_are_equal(leave_one_out: bool, alike: list[float]) -> None:
+    """Beside an odd one, the first of these made an advantage of 600,000."""
+    for rewards in (alike, [*alike, 2 * alike[0]]):
+        found = group_advantages(np.array([rewards]), leave_one_out=leave_one_out, normalize=True)
+        assert np.abs(found).max() <= max(2 * alike[0], len(rewards) ** 0.5)
+    assert np.abs(group_advantages(np.array([alike]), leave_one_out=leave_one_out, normalize=True)).max() < 1e-6
+
+
 @given(rewards=rewards)
 def test_whole_group_advantages_sum_to_zero(rewards: list[list[float]]) -> None:
     found = group_advantages(np.array(rewards), leave_one_out=False, normalize=True)
@@ -79,7 +115,7 @@ def test_matches_numpy_of_each_trajectory_s_peers(leave_one_out: bool, rewards: 
             peers = np.delete(row, i) if leave_one_out else row
             std = peers.std(ddof=1) if len(peers) > 1 and len(set(peers)) > 1 else 0.0
             expected = row[i] - (peers[0] if len(set(peers)) == 1 else peers.mean())
-            if std > 0:
+            if std > ROUNDING * np.abs(peers).max():
                 expected /= std + 1e-6
             np.testing.assert_allclose(advantage, expected, rtol=1e-6, atol=1e-6)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.config import LossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 from headrace_services.trainer.learning.losses import LossParts, policy_loss
+from headrace_services.trainer.learning.losses.terms import divergences, importance_weights, reference_kl
 from headrace_services.trainer.network.policy_model import PolicyOutput
 from tests.unit.trainer import loss_cases
 from tests.unit.trainer.loss_cases import Case
@@ -21,6 +22,7 @@ from tests.unit.trainer.loss_cases import Case
 torch.set_num_threads(1)
 
 NO_KL = {"reference_policy_kl_penalty": 0.0}
+CORRECTED = {"use_importance_sampling_correction": True}
 LOGPROBS = (-1e-7, -1.0, -2.5, -20.0, -80.0, -200.0, -600.0)
 HUGE = 1e30  # beyond what is compared; float32 ends at 3e38
 
@@ -174,6 +176,44 @@ def test_a_kl_weight_that_overflows_counts_nothing() -> None:
     assert gradient == pytest.approx([0, 0.5 * (math.exp(-1) + 1 - math.exp(-1))])
 
 
+@pytest.mark.parametrize(("reference", "expected"), [(-1.0, 0.0), (math.nan, math.nan)])
+@pytest.mark.parametrize("limit", [None, 10.0])
+def test_an_infinite_kl_with_a_weight_that_overflows_is_0_and_nan_stays(
+    reference: float, expected: float, limit: float | None
+) -> None:
+    config = LossConfig(
+        reference_policy_kl_penalty=1.0,
+        use_on_policy_kl_approximation=True,
+        kl_input_clamp_value=None,
+        kl_output_clamp_value=limit,
+    )
+    logprobs = torch.tensor([-1e3], requires_grad=True)
+    kl = reference_kl(config, logprobs, torch.tensor([reference]), torch.tensor([-1e4]))
+    kl.sum().backward()
+    assert logprobs.grad is not None
+    assert [kl.item(), *logprobs.grad.tolist()] == pytest.approx([expected, expected], nan_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["tis", "icepop", "seq-mask-tis"])
+def test_a_weight_at_its_bound_is_inside(kind: str) -> None:
+    bounds = {f"truncated_importance_sampling_{name}": value for name, value in (("ratio", 1.0), ("ratio_min", 1.0))}
+    config = LossConfig(**CORRECTED, **bounds, truncated_importance_sampling_type=kind)
+    even = -torch.ones(2)
+    weights = importance_weights(config, even, even, torch.ones(2, dtype=torch.bool), tokens([1.0, 1.0]))
+    assert weights.truncated.tolist() == [1.0, 1.0]
+    assert weights.outside is not None
+    assert not weights.outside.any()
+
+
+def test_what_is_measured_is_float64_and_has_no_gradient() -> None:
+    leaf = torch.tensor([-1.0, -2.0], requires_grad=True)
+    config = LossConfig(**CORRECTED, truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=2.0)
+    parts = policy_loss(config, PolicyOutput(leaf), tokens([1.0, 1.0], ref_logprobs=-torch.ones(2)), counts(2))
+    for measured in (parts.sums, parts.minima, parts.maxima, divergences(config, leaf, leaf, torch.ones(2))):
+        assert {value.dtype for value in measured.values()} <= {torch.float64}
+        assert not any(value.requires_grad for value in measured.values())
+
+
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs"])
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("corrected", [False, True])
@@ -194,7 +234,6 @@ def test_minus_infinity_without_top_k_or_top_p_is_as_any_other() -> None:
     assert gradient == pytest.approx([0, -0.5])
 
 
-CORRECTED = {"use_importance_sampling_correction": True}
 AGAINST_THE_GENERATOR = {"prev_logprobs_source": "generation"}
 
 

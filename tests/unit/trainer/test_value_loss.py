@@ -46,6 +46,8 @@ def run(
     parts = value_loss(config, leaf, tokens, GlobalCounts(sum(mask), 1, 0))
     parts.loss.backward()
     assert leaf.grad is not None
+    assert not any(value.requires_grad for value in parts.sums.values())
+    assert not parts.columns
     return parts, leaf.grad.tolist()
 
 
@@ -120,6 +122,7 @@ def test_loss_gradient_and_metrics_follow_the_formula_in_any_split(
         parts.append(value_loss(config, leaf, tokens, case.counts, columns=True))
         parts[-1].loss.backward()
         shares = parts[-1].columns["token_value_losses"]
+        assert not shares.requires_grad
         assert float(shares.sum()) == pytest.approx(float(parts[-1].loss.detach()), rel=1e-9, abs=1e-12)
         assert bool((shares[part.flat(part.counted) == 0] == 0).all())
         assert leaf.grad is not None
@@ -161,6 +164,16 @@ def test_explained_variance() -> None:
     assert of(values) == pytest.approx(1 - residual.var() / np.var(returns), abs=1e-6)
     # a constant error explains all variance
     assert of([x + 7 for x in returns]) == pytest.approx(1, abs=1e-6)
+    constant = dict.fromkeys(("returns_mean", "returns_sq_mean", "values_mean"), 1.0)
+    assert explained_variance({**constant, "residual_sq_mean": 1e-8}) == pytest.approx(0)
+
+
+def test_the_variance_of_large_returns_in_float32_is_not_lost() -> None:
+    # their squares differ by less than float32 can tell
+    returns = torch.tensor([4096.0, 4096.5])
+    tokens = dataclasses.replace(loss_cases.made([2], 0).tokens(torch.float32), values=returns, returns=returns)
+    sums = value_loss(ValueLossConfig(), returns + 0.25, tokens, GlobalCounts(2, 1, 0)).sums
+    assert explained_variance({name: float(value) for name, value in sums.items()}) == pytest.approx(1, abs=1e-2)
 
 
 @given(pairs=st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2))

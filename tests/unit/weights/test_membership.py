@@ -98,7 +98,7 @@ def test_ranks_are_distinct_and_do_not_depend_on_the_order_of_members() -> None:
     rendezvous = msgspec.structs.replace(RENDEZVOUS, workers=2)
     for members in (("b", "a", "c"), ("c", "b", "a")):
         assert [rendezvous.first_rank(member, members) for member in "abc"] == [1, 3, 5]
-        assert rendezvous.world_size(members) == 7
+        assert rendezvous.place(0, members)["world_size"] == 7
 
 
 def test_rendezvous_and_announcement_survive_the_wire() -> None:

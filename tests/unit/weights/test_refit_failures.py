@@ -23,10 +23,9 @@ async def raised_by(*answers: RefitFailure | None) -> Exception | None:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(answers))
 
     engine: Any = SimpleNamespace(collective_rpc=collective_rpc)
-    rendezvous: Any = SimpleNamespace(timeout_s=5.0)
     receiver = WeightReceiver(Config(), engine, SimpleNamespace(), "replica")
     try:
-        await receiver._workers("receiving weights", "receive_weights", {}, rendezvous)
+        await receiver._workers("receiving weights", "receive_weights", 5.0)
     except (WeightChannelError, Restartable) as error:
         return error
     return None

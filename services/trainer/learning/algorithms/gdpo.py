@@ -17,6 +17,7 @@ from headrace.config import Config
 from headrace.config.algorithm import RewardScalingConfig
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.algorithms.statistics import (
+    ROUNDING,
     all_equal,
     baseline_metrics,
     group_advantages,
@@ -48,14 +49,16 @@ def advantages(config: Config, batch: Batch, ranks: Ranks) -> dict[str, float]:
     components = scaled_components(
         [row[1] for row in everyone], [row[2] for row in everyone], weights, grpo.reward_scaling
     )
-    total, equal = np.zeros(1), np.ones(batch.size // grpo.num_generations_per_prompt, dtype=np.bool_)
+    total, largest, equal = np.zeros(1), 0.0, np.ones(batch.size // grpo.num_generations_per_prompt, dtype=np.bool_)
     for weight, name in zip(weights or [1.0] * len(components), sorted(components), strict=True):
         groups = components[name].reshape(-1, grpo.num_generations_per_prompt)
         of_component = group_advantages(groups, leave_one_out=grpo.leaves_one_out, normalize=grpo.normalizes)
         total = total + weight * of_component.ravel()
+        largest = max(largest, float(np.abs(weight * of_component).max()))
         equal &= all_equal(groups) | (weight == 0)
     mean, std = mean_and_std(total)
-    batch.advantages = batch.per_token((total - mean) / (std if std > 0 else 1.0))
+    # components that cancel leave rounding
+    batch.advantages = batch.per_token((total - mean) / (std if std > ROUNDING * largest else 1.0))
     metrics = baseline_metrics(config, batch.of_all_ranks(batch.rewards, ranks))
     return metrics | {"groups_without_spread": float(equal.mean())}
 

@@ -2,8 +2,9 @@
 
     advantage = (r - baseline) / deviation, both of the whole group or of its other trajectories; `r` after scaling and shaping
 
-The formulae are NeMo RL's (`GRPOAdvantageEstimator`), except that the variance is computed in two passes. In a group of equal rewards
-`E[x²] - E[x]²` leaves a deviation of rounding errors, and dividing by it turns them into advantages of thousands.
+The formulae are NeMo RL's (`GRPOAdvantageEstimator`), except that the variance is computed in two passes, and that a deviation of rounding
+errors is none. In a group of equal rewards `E[x²] - E[x]²` leaves one, and so do rewards that are equal but for rounding (0.1 + 0.2 and
+0.3). Dividing by it makes advantages of thousands.
 """
 
 from __future__ import annotations

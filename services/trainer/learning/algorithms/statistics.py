@@ -19,6 +19,8 @@ from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.learning.batch import Batch, Bool, Float32, Float64
 
 SMALLEST_VARIANCE = 1e-8
+# A deviation of this share of the largest value, or less, is rounding: 0.1 + 0.2 is not 0.3, nor are a float32's digits a float64's.
+ROUNDING = 1e-6
 # NeMo RL's clamps for the penalty in rewards, independent of those in the loss
 KL_INPUT_CLAMP, KL_OUTPUT_CLAMP = 20.0, 10.0
 
@@ -173,10 +175,11 @@ def _others(n: int) -> npt.NDArray[np.intp]:
 
 
 def mean_and_std(values: Float64) -> tuple[Float64, Float64]:
-    """Return the mean and the unbiased standard deviation over the last axis: exactly the value and 0 where all are equal."""
+    """Return the mean and the unbiased standard deviation over the last axis: exactly the value and 0 where all are equal, and 0 where they
+    differ by rounding."""
     count = values.shape[-1]
     first = values[..., :1]
     # relative to the first value, the mean of equal values is exact
     mean = first + (values - first).mean(axis=-1, keepdims=True)
-    squares = ((values - mean) ** 2).sum(axis=-1)
-    return mean[..., 0], np.sqrt(squares / max(count - 1, 1))
+    std = np.sqrt(((values - mean) ** 2).sum(axis=-1) / max(count - 1, 1))
+    return mean[..., 0], np.where(std > ROUNDING * np.abs(values).max(axis=-1), std, 0.0)
