@@ -38,6 +38,7 @@ class S3Server:
     makes_twice = False  # it has no conditional put
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.host = host
         self.objects: MutableMapping[str, Stored] = {}
         self.uploads: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
         self.requests: list[str] = []
@@ -49,7 +50,7 @@ class S3Server:
 
     @property
     def endpoint(self) -> str:
-        return f"http://{self.server.server_name}:{self.server.server_port}"
+        return f"http://{self.host}:{self.server.server_port}"
 
     def names(self, part: str = "") -> list[str]:
         return sorted(name for name in self.objects if part in name)
