@@ -2,35 +2,49 @@
 
     python -m benchmarks.pull
     python -m benchmarks.pull --megabytes 4096 --store s3://bucket/benchmark
+    python -m benchmarks.pull --megabytes 64 --pullers 8 --rate 100
 
 By what has changed since the version before, numbers of a model in bfloat16 or whole blocks: the megabytes that are sent and fetched, and
 the seconds of `send` (digests, blocks, patches, list) and of `fetch` (blocks or patches, digests, file), each the median of the rounds.
 `copy` is that of a file with all bytes, by one thread, without digests.
+
+With several pullers, the seconds until the last of them has a version, and what the store sent, with and without those above them in the
+tree. They have no engines and share this machine, each in a process of its own; the store is one of the tests, which sends at most `rate`
+MB/s.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import hashlib
+import math
+import multiprocessing
 import shutil
 import statistics
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rich.console import Console
 from rich.table import Table
 
+from headrace.config import Config
 from headrace.run.object_store import RunStore
 from headrace.run.weight_store import BLOCK_BYTES, PublishedWeights, PulledWeights
+from headrace_services.rollout import peers
+from tests.support.pullers import Buffer, Trainer, running
+from tests.support.s3_server import s3_server
 
-ROUNDS = 5
 PART = 256 << 20  # a bucket of a GPU's
 
 
-def measure(url: str, size: int, folder: Path) -> dict[str, tuple[float, ...]]:
+def measure(url: str, size: int, folder: Path, rounds: int) -> dict[str, tuple[float, ...]]:
     """By row: megabytes sent and fetched, seconds to send and to fetch."""
     random = np.random.default_rng(0)
     weights = random.integers(0, 256, size, np.uint8)
@@ -55,7 +69,7 @@ def measure(url: str, size: int, folder: Path) -> dict[str, tuple[float, ...]]:
     }
     for name, change in cases.items():
         samples = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             change()
             version += 1
             now = weights.copy()  # what was published stays as it is
@@ -70,7 +84,7 @@ def measure(url: str, size: int, folder: Path) -> dict[str, tuple[float, ...]]:
         rows[name] = tuple(statistics.median(column) for column in zip(*samples, strict=True))
     assert (folder / "weights").read_bytes() == weights.tobytes()
     copies = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         began = time.perf_counter()
         shutil.copyfile(folder / "weights", folder / "copy")
         copies.append(time.perf_counter() - began)
@@ -78,15 +92,98 @@ def measure(url: str, size: int, folder: Path) -> dict[str, tuple[float, ...]]:
     return rows
 
 
+def measure_pullers(size: int, count: int, rate: float, folder: Path, tree: bool) -> dict[str, tuple[float, ...]]:
+    """By row: megabytes that the store sent, seconds until the last puller had all, and milliseconds that the loop of a puller stood still
+    at most."""
+    random = np.random.default_rng(0)
+    weights = random.integers(0, 256, size, np.uint8).view(np.uint16)
+    with pytest.MonkeyPatch.context() as patch, s3_server(patch) as store:
+        url = "s3://bucket/benchmark"
+        rows: dict[str, tuple[float, ...]] = {}
+        buffer = Buffer()
+        trainer, context = Trainer(url, buffer), multiprocessing.get_context("spawn")
+        pipes, processes = [], []
+        for place in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_pull, args=(theirs, place, url, folder / f"{tree}-{place}"), daemon=True)
+            process.start()
+            pipes.append(ours)
+            processes.append(process)
+        urls = [pipe.recv() for pipe in pipes]
+        for version, (name, share) in enumerate({"all numbers": 1.0, "3 % of the numbers": 0.03}.items(), 1):
+            weights = weights.copy()
+            weights[random.random(len(weights), np.float32) < share] += 1
+            trainer.offer(version, weights)
+            store.rate, store.sent_bytes = rate * 1e6, 0
+            began = time.perf_counter()
+            for pipe in pipes:
+                pipe.send((buffer.offer, urls if tree else []))
+            digest = hashlib.sha256(weights.data).hexdigest()
+            told = [pipe.recv() for pipe in pipes]
+            seconds = max(ended for ended, _, _ in told) - began
+            assert {found for _, found, _ in told} == {digest}
+            rows[name] = (store.sent_bytes / 1e6, seconds, 1e3 * max(still for _, _, still in told))
+            store.rate = math.inf
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.send(None)
+            process.join()
+    return rows
+
+
+def _pull(pipe: Connection, place: int, url: str, folder: Path) -> None:
+    """The process of one puller."""
+    asyncio.run(_pull_all(pipe, place, url, folder))
+
+
+async def _pull_all(pipe: Connection, place: int, url: str, folder: Path) -> None:
+    config, buffer = Config.model_validate({"replay": {"redis_url": "unix:///none"}}), Buffer()
+    async with running(1, url, buffer, folder, config) as (replica,):
+        replica.name = f"r{place}"
+        pipe.send(replica.url)
+        while (told := await asyncio.to_thread(pipe.recv)) is not None:
+            buffer.offer, urls = told
+            buffer.infos = {f"r{other}": {"url": one, peers.SERVES: one} for other, one in enumerate(urls)}
+            still = asyncio.create_task(_stands_still())
+            await replica.install()
+            ended = time.perf_counter()
+            still.cancel()
+            # others may still fetch from this one
+            digest = await asyncio.to_thread(lambda: hashlib.sha256(replica.file.read_bytes()).hexdigest())
+            pipe.send((ended, digest, max(_STILL, default=0.0)))
+            _STILL.clear()
+
+
+_STILL: list[float] = []
+
+
+async def _stands_still() -> None:
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(0.002)
+        _STILL.append(time.perf_counter() - began - 0.002)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--store", help="an object store; by default a folder")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pullers", type=int)
+    parser.add_argument("--rate", type=float, default=100.0, help="MB/s that the store sends to the pullers, together")
     arguments = parser.parse_args()
+    if arguments.pullers is not None:
+        table = Table("changed", "from each other", "MB from the store", "s to the last", "loop stood still, ms")
+        with tempfile.TemporaryDirectory() as place:
+            for tree in (False, True):
+                rows = measure_pullers(arguments.megabytes << 20, arguments.pullers, arguments.rate, Path(place), tree)
+                for name, (megabytes, seconds, still) in rows.items():
+                    table.add_row(name, "yes" if tree else "no", f"{megabytes:.0f}", f"{seconds:.2f}", f"{still:.0f}")
+        Console().print(table)
+        return
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         store = arguments.store or f"file://{folder}/store"
-        rows = measure(f"{store}/{uuid.uuid4().hex[:8]}", arguments.megabytes << 20, folder)
+        rows = measure(f"{store}/{uuid.uuid4().hex[:8]}", arguments.megabytes << 20, folder, arguments.rounds)
     table = Table("changed", "MB sent", "MB fetched", "send, s", "fetch, s")
     for name, (sent, fetched, send, fetch) in rows.items():
         table.add_row(name, f"{sent:.0f}", f"{fetched:.0f}", f"{send:.2f}", f"{fetch:.2f}")

@@ -9,13 +9,26 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from headrace.base.errors import ServiceError
+from headrace.base.errors import CodecError, ServiceError
+
+T = TypeVar("T")
 
 # What reading raises for a file that is damaged, of another kind, or out of reach; `FileNotFoundError` is one of them.
 UNREADABLE = (OSError, EOFError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """Return the content of a JSON file; None without one. Raises `CodecError` for a file that holds something else or is out of reach."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise CodecError(f"{path} can't be read ({error}); remove it") from error
 
 
 def cannot_write(path: Path, error: OSError) -> ServiceError:

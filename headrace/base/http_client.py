@@ -73,10 +73,17 @@ class HttpClient:
         total_s: float | None = None,
         connections: int = 0,
         proxy: str | None = None,
+        server_hostname: str | None = None,
     ) -> None:
         self._url, self._most = url.rstrip("/"), most
         self._open = functools.partial(
-            open_session, verify, connect_s=connect_s, total_s=total_s, connections=connections, proxy=proxy
+            open_session,
+            verify,
+            connect_s=connect_s,
+            total_s=total_s,
+            connections=connections,
+            proxy=proxy,
+            server_hostname=server_hostname,
         )
         self._session: aiohttp.ClientSession | None = None
 

@@ -37,12 +37,12 @@ def assign_roles(config: Config) -> dict[str, list[str]]:
     """Return the roles whose tokens each service accepts or presents, and those of each environment in its own process."""
     known = list_roles(config, redis=False)
     served = [name for name in known if name.startswith("environment ")]
-    runners = [name for name in known if name == "agents"]
+    runners, pullers = ([name for name in known if name == role] for role in ("agents", "rollout"))
     people = ["operator", "reader"]
     return {
         "replay": [*people, "scorer", "redis replay"],
         "reward": [*people, "scorer", *runners, *served],
-        "rollout": [*people, *runners, "redis rollout"],
+        "rollout": [*people, *runners, *pullers, "redis rollout"],
         **({"agents": [*people, *runners, "redis agents"]} if runners else {}),
         "trainer": [*people, "redis trainer", "redis reader"],
         "page": people,

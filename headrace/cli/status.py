@@ -234,6 +234,11 @@ def show(
         *([("waits for", f"a runner: {state.episodes} groups of episodes")] if is_without_runner(state) else []),
         *progress,
         *((replica.state.lower(), f"{replica.id}: {replica.reason}") for replica in replicas if replica.reason),
+        *(
+            ("not reached", f"{replica.id}, by others that pull: {replica.unreached}")
+            for replica in replicas
+            if replica.unreached
+        ),
         *((moment, _describe(meter)) for moment, meter in meters.items() if meter.trajectories),
         *(("bias", str(skew)) for skew in beyond(skews(meters), bias_warning)),
     ):

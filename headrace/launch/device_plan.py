@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from headrace.base import devices
 from headrace.base.devices import Device, DeviceMemory, DevicePlan, Inventory, Site, TooFewDevices
-from headrace.base.errors import CodecError, ConfigError, ServiceError
-from headrace.base.files import UNREADABLE, atomic_write
+from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.files import atomic_write, read_json
 from headrace.config import Config, threads
 from headrace.config.loading import variable_name
 from headrace.config.threads import Threads
@@ -245,13 +243,7 @@ def record(plan: DevicePlan | None, planned: Threads, folder: Path) -> None:
 
 def read(folder: Path) -> dict[str, list[str]]:
     """Return what `record` stored in a run's folder; nothing for a run that `up` never started. Raises `CodecError` for a damaged file."""
-    path = folder / FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
-    except FileNotFoundError:
-        return {}
-    except UNREADABLE as error:
-        raise CodecError(f"{path} can't be read ({error}); remove it") from error
+    return read_json(folder / FILE, dict[str, list[str]]) or {}
 
 
 def read_record(folder: Path) -> list[tuple[str, str]]:

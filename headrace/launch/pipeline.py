@@ -272,6 +272,7 @@ class Pipeline:
         """Restart an environment whose file has changed. One that works goes on with its former build if the new one can't be loaded."""
         changed = f"{child.source} has changed"
         if name in self._broken or child.state != "ready":
+            self._edited[name] = child.restarts
             self.supervisor.replace(child, changed)
             return
         environment = self.config.env[name]

@@ -4,6 +4,7 @@
     reader 4gXq…                   reading over HTTP
     scorer Zn2c…                   RewardService.Score of the reward hub
     agents 8vTd…                   RewardService.RunEpisode of the reward hub, and calls of replicas; in a run with episodes
+    rollout 5xLm…                  what a replica has pulled of the weights; in a run with `checkpointing.store`
     environment math 0PfQ…         the process that serves environment `math` (env.math.target)
     redis trainer Yt7b…            password of the buffer's user RUN-trainer; likewise replay, rollout, agents, operator, reader, up, admin
 
@@ -96,7 +97,16 @@ def list_roles(config: Config, *, redis: bool) -> list[str]:
     """Return the roles of a run; with `redis` those of the buffer's users too."""
     custom = [f"environment {name}" for name in config.custom]
     runners = ["agents"] if config.has_episodes else []
-    return ["operator", "reader", "scorer", *runners, *custom, *(f"redis {role}" for role in REDIS_ROLES if redis)]
+    pullers = ["rollout"] if config.run_store is not None else []
+    return [
+        "operator",
+        "reader",
+        "scorer",
+        *runners,
+        *pullers,
+        *custom,
+        *(f"redis {role}" for role in REDIS_ROLES if redis),
+    ]
 
 
 def complete(path: Path, names: Iterable[str]) -> None:

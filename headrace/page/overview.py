@@ -22,7 +22,7 @@ from headrace.run.headlines import ALARMS, alarms
 from headrace.run.history import RunHistory
 from headrace.run.journal import Kind, Line
 from headrace.run.now import NOW, Now
-from headrace.run.object_store import STATUS, list_problems
+from headrace.run.object_store import OFFERS, STATUS, list_problems
 
 STEPS = 500  # points of the curve of a step's parts
 _NEWEST_ALARMS = 100
@@ -142,7 +142,7 @@ def _alarms(run: RunFiles) -> list[dict[str, Any]]:
 def _of_checkpoints(folder: Path) -> list[str]:
     """Return a line about each damaged checkpoint, and about those that do not reach the store. Raises `CodecError` for a reason that no
     trainer wrote."""
-    for reason in (*folder.glob(f"*/{DAMAGE}"), *folder.glob(STATUS)):
+    for reason in (*folder.glob(f"*/{DAMAGE}"), *folder.glob(STATUS), *folder.glob(OFFERS)):
         check_file(reason, folder, _LARGEST_DAMAGE)
     return [*list_set_aside(folder), *list_problems(folder)]
 

@@ -197,7 +197,8 @@ class Epoch(msgspec.Struct, frozen=True):
 class Replica(msgspec.Struct, frozen=True):
     """A registered rollout replica. `version` is the verified one, -1 if none; `reason` is why it is quarantined; `logprob_error` is the
     mean of exp(|rollout - old|) over its tokens in the newest step that trained on any. One that `pulls` takes its weights from the store,
-    and is in no epoch. One that `validates` beside training keeps its version, and generates for the validation alone."""
+    and is in no epoch; `unreached` is why others that pull did not reach it, lately. One that `validates` beside training keeps its
+    version, and generates for the validation alone."""
 
     id: str
     state: ReplicaState
@@ -210,6 +211,7 @@ class Replica(msgspec.Struct, frozen=True):
     logprob_error: float | None = None
     pulls: bool = False
     validates: bool = False
+    unreached: str = ""
 
     @property
     def takes_part(self) -> bool:

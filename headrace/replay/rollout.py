@@ -18,7 +18,7 @@ from headrace.records.trajectory import Trajectory
 from headrace.replay.base_client import of_bounded_size, transfer_all
 from headrace.replay.connection import refusal
 from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, renewed
-from headrace.replay.records import Epoch, HeartbeatReply, Lease, RefitVerdict, unpack
+from headrace.replay.records import Epoch, HeartbeatReply, Lease, RefitVerdict, decode_info, unpack
 
 # The columns of `push` and `save`, one entry per trajectory (_payload.lua).
 _COLUMNS = ("group", "index", "token", "nonce", "bytes", "length", "oldest", "newest")
@@ -204,6 +204,15 @@ class RolloutClient(LeaseClient):
             refused={},
             rendezvous=unpack(reply[1]),
         )
+
+    async def parents(self, replica: str) -> list[tuple[str, dict[str, str | int | float | bool]]]:
+        """Return id and info of those that a replica asks for what it pulls before it asks the store, the nearest first."""
+        found = await self._connection.call("parents", replica=replica)
+        return [(id_.decode(), decode_info(info)) for id_, info in found]
+
+    async def unreached(self, replica: str, reason: str) -> None:
+        """Report that this replica, one that pulls, could not be reached by another."""
+        await self._connection.call("unreached", **self._number(), replica=replica, reason=reason)
 
     async def verify(self, replica: str, epoch: str, logprobs: Sequence[float], finding: str = "") -> RefitVerdict:
         """Report the replica's log-probabilities of the probe's tokens under the weights of the epoch or offer. The buffer compares them

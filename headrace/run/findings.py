@@ -354,6 +354,14 @@ def _not_stored(steps: Sequence[Metrics]) -> Iterator[Finding]:
             "warning",
             _metrics("store_failures"),
         )
+    if failures := sum(_values(steps, "offer_failures")):
+        yield Finding(
+            f"weights did not reach the store in {failures:.0f} tries, so replicas that pull work under older ones, or wait",
+            "`headrace status RUN` shows why",
+            None,
+            "warning",
+            _metrics("offer_failures"),
+        )
 
 
 def _idle_replicas(config: Config, now: Now | None) -> Iterator[Finding]:

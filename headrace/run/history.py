@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from headrace.base.errors import CodecError
-from headrace.base.files import UNREADABLE, atomic_write, cannot_write, is_locked
+from headrace.base.files import atomic_write, cannot_write, is_locked, read_json
 from headrace.config import Config
 from headrace.run import checkpoints
 from headrace.run.checkpoints import LOCK
@@ -230,10 +230,4 @@ def _write(folder: Path, record: RunRecord) -> None:
 
 def read_record(folder: Path) -> RunRecord | None:
     """Return the record of the run in `folder`; None without one. Raises `CodecError`."""
-    path = folder / RECORD
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
-    except FileNotFoundError:
-        return None
-    except UNREADABLE as error:
-        raise CodecError(f"{path} can't be read ({error}); remove it") from error
+    return read_json(folder / RECORD, RunRecord)

@@ -47,13 +47,6 @@ def write_lines(file: IO[bytes], lines: Iterable[tuple[Key, bytes]]) -> None:
         file.write(_member(keys, block))
 
 
-def has_index(file: IO[bytes]) -> bool:
-    """Return whether `write_lines` wrote this file, from whose start it is to be read."""
-    found = file.read(_HEADER.size + _EXTRA.size)
-    file.seek(0)
-    return found.startswith(_MAGIC) and found[_HEADER.size :].startswith(_FIELD)
-
-
 def find_lines(file: IO[bytes], key: Key | str, shorten: Shorten | None = None) -> Iterator[bytes]:
     """Yield the lines of the members that have one with this key, or with this first part of a key. Of a member with a single line,
     `shorten` is given the beginning, more of it each time, until it returns what is yielded in place of the line; the rest is not

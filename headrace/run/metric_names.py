@@ -201,6 +201,7 @@ METRIC_SECTIONS = (
                "a checkpoint was sent to `checkpointing.store`, during training; reported with the step in which it had arrived",
                "below the time between two checkpoints; else the store lacks those between"),
         Metric("store_failures", "tries", "uploads of a checkpoint to `checkpointing.store` that failed since the step before", "0"),
+        Metric("offer_failures", "tries", "versions of the weights that did not reach `checkpointing.store`, for replicas that pull", "0"),
         Metric("timing/validation/total_validation_time", "s", "from its beginning until its last result, during training"),
     )),
     MetricSection("Scoring",

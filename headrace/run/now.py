@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.errors import CodecError
-from headrace.base.files import UNREADABLE, atomic_write
+from headrace.base.files import atomic_write, read_json
 from headrace.config import Config
 
 NOW = "now.json"  # in the run's folder
@@ -95,13 +94,7 @@ def write(folder: Path, now: Now) -> None:
 
 def read(folder: Path) -> Now | None:
     """Return the last known state of the run in `folder`; None if no trainer has written one. Raises `CodecError` for a damaged file."""
-    path = folder / NOW
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Now)
-    except FileNotFoundError:
-        return None
-    except UNREADABLE as error:
-        raise CodecError(f"{path} can't be read ({error}); remove it") from error
+    return read_json(folder / NOW, Now)
 
 
 def count_replicas(config: Config, now: Now | None) -> int:

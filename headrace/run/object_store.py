@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
-from headrace.base.files import UNREADABLE, atomic_write
+from headrace.base.files import UNREADABLE, atomic_write, read_json
 from headrace.config import Config
 from headrace.config.services import STORE_URL
 from headrace.run.checkpoints import Start, digest_of, on_chain
@@ -42,7 +42,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[int], None]  # is told the bytes that were moved
 
-STATUS = "store.json"  # beside the checkpoints: what their newest trainer knows of the store
+# Beside the checkpoints: what their newest trainer knows of the store, and of the weights in it that replicas pull.
+STATUS, OFFERS = "store.json", "offers.json"
 # Bytes of a part of a file, how many parts of a file are sent at a time, and how many files are moved at a time.
 _PART, _PARTS, _FILES = 8 << 20, 4, 2
 _MOST_PARTS = 9_000  # S3 takes 10,000
@@ -88,28 +89,30 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
-    """What the newest trainer of a run knows of the store at `url`: the newest version there, and why a later one is not."""
+    """What the newest trainer of a run knows of the store at `url`: the newest checkpoint or version of the weights there, and why a later
+    one is not."""
 
     url: str
     version: int | None
     problem: str = ""
 
 
-def write_status(folder: Path, status: StoreStatus) -> None:
-    """Replace the status beside the checkpoints in `folder`. Raises `OSError`."""
-    with atomic_write(folder / STATUS) as unfinished:
+def write_status(folder: Path, status: StoreStatus, name: str = STATUS) -> None:
+    """Replace a status beside the checkpoints in `folder`. Raises `OSError`."""
+    with atomic_write(folder / name) as unfinished:
         unfinished.write_bytes(msgspec.json.encode(status))
 
 
 def list_problems(folder: Path) -> list[str]:
-    """Return a line if the checkpoints in `folder` do not reach the store."""
-    try:
-        status = msgspec.json.decode((folder / STATUS).read_bytes(), type=StoreStatus)
-    except FileNotFoundError:
-        return []
-    except UNREADABLE as error:
-        return [f"{folder / STATUS} can't be read ({error}); remove it"]
-    return [status.problem] if status.problem else []
+    """Return a line if the checkpoints in `folder` do not reach the store, and one if the weights for replicas that pull don't."""
+    lines = []
+    for file in (folder / STATUS, folder / OFFERS):
+        try:
+            status = read_json(file, StoreStatus)
+            lines.append(status.problem if status else "")
+        except CodecError as error:
+            lines.append(str(error))
+    return [line for line in lines if line]
 
 
 def check_package(url: str) -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.base.errors import CodecError, ServiceError
 from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line
-from headrace.run.indexed_lines import Key, Shorten, find_lines, has_index, write_lines
+from headrace.run.indexed_lines import Key, Shorten, find_lines, write_lines
 from headrace.run.samples import StoredSample, view_record
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ def _key(line: Mapping[str, Any]) -> Key:
 
 def read_heads(path: Path, group: str, form: type[T]) -> Iterator[T]:
     """Yield the lines of a sample file that are about a group, decoded, perhaps without their lists by token; none if the file doesn't
-    exist. Neither these lists, which are nearly all of a long line, nor the lines of other groups are unpacked, where the file has an
-    index. Raises `CodecError` for a file that can't be read."""
+    exist. Neither these lists, which are nearly all of a long line, nor the lines of other groups are unpacked, where the file is
+    packed. Raises `CodecError` for a file that can't be read."""
     return _find_lines(path, group, None, form, _shorten)
 
 
@@ -233,8 +233,8 @@ def _shorten(begun: bytes) -> bytes | None:
     while place >= 0:
         short = begun[:place] + b"}\n"
         with contextlib.suppress(msgspec.DecodeError):  # what an environment attaches may have such a list too
-            # older builds wrote an episode's calls after these
-            return None if "prompt_token_ids" in msgspec.json.decode(short, type=dict[str, msgspec.Raw]) else short
+            msgspec.json.decode(short, type=dict[str, msgspec.Raw])
+            return short
         place = begun.find(TOKENS, place + 1)
     return None
 
@@ -263,10 +263,8 @@ def _find_lines(
 
 
 def _lines(path: Path, file: IO[bytes], key: Key | str, shorten: Shorten | None) -> Iterable[bytes]:
-    """Return the lines among which those with this key are: a few, or all in a file without an index."""
-    if path.suffix != ".gz":
-        return file
-    return find_lines(file, key, shorten) if has_index(file) else gzip.open(file)
+    """Return the lines among which those with this key are: a few, or all in a file that isn't packed."""
+    return find_lines(file, key, shorten) if path.suffix == ".gz" else file
 
 
 def _decode(path: Path, kind: type[T]) -> list[T]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.base.errors import CodecError
-from headrace.base.files import UNREADABLE, atomic_write, cannot_write
+from headrace.base.files import atomic_write, cannot_write, read_json
 from headrace.config import Config
 from headrace.config.compare import Change, differing, flatten, is_own
 from headrace.config.in_yaml import without_password
@@ -101,14 +101,8 @@ def _find_changes(before: Mapping[str, Any], after: Mapping[str, Any], now: floa
 
 
 def read(folder: Path) -> StartRecord | None:
-    """Return the record of the run in `folder`; None if an older build started it. Raises `CodecError`."""
-    path = folder / START
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=StartRecord)
-    except FileNotFoundError:
-        return None
-    except UNREADABLE as error:
-        raise CodecError(f"{path} can't be read ({error}); remove it") from error
+    """Return the record of the run in `folder`; None without one. Raises `CodecError`."""
+    return read_json(folder / START, StartRecord)
 
 
 def name_origin(place: str) -> Origin:

@@ -6,8 +6,8 @@
 
 A block that several versions have in common is sent and fetched once, and whoever has the version before fetches patches. Whoever fetches a
 version knows the digest of its list from the buffer, so nothing in the store has to be trusted, and what isn't whole is never taken for
-weights. A trainer writes and removes only under its own timeline, and once it has begun removes the others: one that wakes up late can't
-harm its successor's.
+weights. For the same reason replicas can fetch from each other. A trainer writes and removes only under its own timeline, and once it has
+begun removes the others: one that wakes up late can't harm its successor's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import contextlib
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -222,8 +223,27 @@ class PublishedWeights:
         return f"{FOLDER}/{self._timeline}/{name}"
 
 
+class Coming(Exception):
+    """Raised for what a replica is still fetching."""
+
+
+class Behind(Exception):
+    """Raised for what a replica may fetch, once it begins with that version."""
+
+
+class Peer(Protocol):
+    """Another replica, which may have what is to be fetched."""
+
+    def read(self, timeline: str, version: int, name: str) -> bytes | None:
+        """Return what has this name in the version. None if it is to be had elsewhere."""
+
+    def give_up(self, why: str) -> None:
+        """Ask it for nothing more."""
+
+
 class PulledWeights:
-    """A file with the newest weights that were fetched from `store`, or what has come of them. Calls must not overlap.
+    """A file with the newest weights that were fetched from `store`, or what has come of them, and one with the patches that came. Calls
+    must not overlap, but those of `serve`.
 
     Blocks are written into the file in place, so those of an earlier version that the next one has too are not fetched again, and neither
     is what came before an error.
@@ -235,78 +255,106 @@ class PulledWeights:
         self._cut: tuple[tuple[int, ...], int] | None = None  # how the weights in the file are cut
         self._held: dict[int, str] = {}  # by offset the digest of each block that is in the file
         self.fetched_bytes = 0  # by the last `fetch`
+        self.fetched_from = {"replicas": 0, "store": 0}  # bytes in all
+        # what others may have
+        self._lock = threading.Lock()
+        self._newest: tuple[str, int] | None = None  # timeline and version
+        self._list = b""
+        self._places: dict[str, Place] = {}  # of its blocks and patches
+        self._is_fetching = False
+        self._patches = file.with_name(f"{file.name}.patches")
+        self._kept: dict[str, tuple[int, int]] = {}  # patches: where each is in that file, and its size
+        self._kept_bytes = 0
+        self._awaited: dict[str, threading.Event] = {}
 
-    def read_list(self, timeline: str, version: int, digest: str) -> StoredWeights:
+    def read_list(self, timeline: str, version: int, digest: str, peers: Sequence[Peer] = ()) -> StoredWeights:
         """Return the list of a version whose digest the buffer knows. Raises `ServiceError` if there is none, and `CodecError` if it is
         another."""
-        name = f"{FOLDER}/{timeline}/offers/{version}.json"
+        name = f"offers/{version}.json"
+        where = f"{self._store.url}/{FOLDER}/{timeline}/{name}"
+
+        def sound(data: bytes) -> bytes | None:
+            return data if hashlib.sha256(data).hexdigest() == digest else None
+
         try:
-            data = self._store.read(name)
+            data = self._read(timeline, version, name, peers, sound)
         except FileNotFoundError as error:
             raise ServiceError(
-                f"{self._store.url}/{name} is not there: version {version} was superseded, or another store is meant"
+                f"{where} is not there: version {version} was superseded, or another store is meant"
             ) from error
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise CodecError(f"{self._store.url}/{name} is not the list that the trainer has offered")
+        if data is None:
+            raise CodecError(f"{where} is not the list that the trainer has offered")
         try:
             listed = msgspec.json.decode(data, type=StoredWeights)
         except msgspec.ValidationError as error:
-            raise CodecError(
-                f"{self._store.url}/{name}: {error}; trainer and replica are of different builds"
-            ) from error
+            raise CodecError(f"{where}: {error}; trainer and replica are of different builds") from error
         if (listed.timeline, listed.version) != (timeline, version):
-            raise CodecError(f"{self._store.url}/{name} is of version {listed.version}, timeline {listed.timeline}")
+            raise CodecError(f"{where} is of version {listed.version}, timeline {listed.timeline}")
+        with self._lock:
+            if self._newest != (timeline, version):
+                self._newest, self._list, self._kept, self._kept_bytes = (timeline, version), data, {}, 0
+                self._places = {name: place for place in listed.places for name in (place.block, place.patch)}
+            self._is_fetching = True
+            self._wake(self._awaited)
         return listed
 
-    def fetch(self, listed: StoredWeights, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Make the file that of this version: fetch the blocks that it lacks. Raises `ServiceError` if one can't be had, also if `stopped`,
-        `CodecError` for one with other bytes, and `OSError` for the file. What had come by then stays."""
-        timeline, self.fetched_bytes = listed.timeline, 0
+    def fetch(
+        self, listed: StoredWeights, stopped: Callable[[], bool] = lambda: False, peers: Sequence[Peer] = ()
+    ) -> None:
+        """Make the file that of this version, whose list was read last: fetch the blocks that it lacks, each from the first of the `peers`
+        that has it, or from the store. Raises `ServiceError` if one can't be had, also if `stopped`, `CodecError` for one with other
+        bytes, and `OSError` for the file. What had come by then stays."""
+        timeline, version, self.fetched_bytes = listed.timeline, listed.version, 0
         if (now := (listed.sizes, listed.block_bytes)) != self._cut:
             self._cut, self._held = now, {}
         missing = [place for place in listed.places if self._held.get(place.offset) != place.digest]
-        lock = threading.Lock()
 
-        def read(name: str) -> bytes:
-            data = self._store.read(f"{FOLDER}/{timeline}/{name}")
-            with lock:
-                self.fetched_bytes += len(data)
-            return data
+        def is_whole(place: Place, data: bytes) -> bool:
+            return len(data) == place.size and hashlib.sha256(data).hexdigest() == place.digest
 
         def read_patched(place: Place) -> bytes | None:
             """The block, from the one that is in the file; None if there is no patch for that, or no sound one."""
             if not place.base or self._held.get(place.offset) != place.base:
                 return None
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                data = apply_patch(os.pread(target, place.size, place.offset), read(place.patch))
-                if hashlib.sha256(data).hexdigest() == place.digest:
-                    return data
+            old = os.pread(target, place.size, place.offset)
+
+            def patched(patch: bytes) -> bytes | None:
+                with contextlib.suppress(ValueError):
+                    data = apply_patch(old, patch)
+                    if is_whole(place, data):
+                        self._keep(place.patch, patch)
+                        return data
+                return None
+
+            with contextlib.suppress(FileNotFoundError):
+                return self._read(timeline, version, place.patch, peers, patched)
             return None
 
         def read_whole(place: Place) -> bytes:
             name = f"{self._store.url}/{FOLDER}/{timeline}/{place.block}"
             try:
-                data = read(place.block)
+                data = self._read(
+                    timeline, version, place.block, peers, lambda data: data if is_whole(place, data) else None
+                )
             except FileNotFoundError as error:
                 raise ServiceError(
-                    f"{name} is missing: version {listed.version} was superseded meanwhile, or a rule of the bucket removes objects"
+                    f"{name} is missing: version {version} was superseded meanwhile, or a rule of the bucket removes objects"
                 ) from error
-            if len(data) != place.size or hashlib.sha256(data).hexdigest() != place.digest:
+            if data is None:
                 raise CodecError(f"{name} is not what the trainer has sent: its SHA-256 is another")
             return data
 
         def fetch(place: Place) -> None:
             if stopped():
-                raise ServiceError(
-                    f"version {listed.version} is not fetched: the replica ends, or there is a newer one"
-                )
+                raise ServiceError(f"version {version} is not fetched: the replica ends, or there is a newer one")
             data = read_patched(place) or read_whole(place)
-            with lock:
+            with self._lock:
                 self._held.pop(place.offset, None)
             if (written := os.pwrite(target, data, place.offset)) != place.size:
                 raise OSError(f"{self.file}: only {written} of {place.size} bytes were written; the disk is full")
-            with lock:
+            with self._lock:
                 self._held[place.offset] = place.digest
+                self._wake((place.block, place.patch))
 
         target = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -315,3 +363,96 @@ class PulledWeights:
                 run_all(threads, fetch, missing)
         finally:
             os.close(target)
+            with self._lock:
+                self._is_fetching = False
+                self._wake(self._awaited)
+
+    def _read(
+        self, timeline: str, version: int, name: str, peers: Sequence[Peer], sound: Callable[[bytes], bytes | None]
+    ) -> bytes | None:
+        """Return what `sound` makes of the object, which is None for other bytes: a peer that has these is asked for nothing more. Raises
+        `FileNotFoundError` if there is none."""
+        for peer in peers:
+            if (data := peer.read(timeline, version, name)) is None:
+                continue
+            if (made := sound(data)) is not None:
+                self._count("replicas", len(data))
+                return made
+            peer.give_up(f"its {name} is not what the trainer has sent")
+        data = self._store.read(f"{FOLDER}/{timeline}/{name}")
+        self._count("store", len(data))
+        return sound(data)
+
+    def _count(self, source: str, size: int) -> None:
+        with self._lock:
+            self.fetched_bytes += size
+            self.fetched_from[source] += size
+
+    # -- for others
+
+    def serve(self, timeline: str, version: int, name: str, wait_s: float) -> bytes | None:
+        """Return the object of this name, for another replica that fetches the version; None if it will not be here. Raises `Coming` or
+        `Behind` if it may be, but is not after `wait_s`."""
+        until = time.monotonic() + wait_s
+        while True:
+            with self._lock:
+                found = self._find((timeline, version), name)
+                if isinstance(found, Exception):
+                    arrival = self._awaited.setdefault(name, threading.Event())
+            if isinstance(found, Exception):
+                if not arrival.wait(until - time.monotonic()):
+                    with self._lock:
+                        self._awaited.pop(name, None)
+                    raise found
+                continue
+            if found is None or isinstance(found, bytes):
+                return found
+            file, offset, size = found
+            try:
+                target = os.open(file, os.O_RDONLY)
+                try:
+                    data = os.pread(target, size, offset)
+                finally:
+                    os.close(target)
+            except OSError:
+                return None
+            with self._lock:  # it may have been overwritten meanwhile
+                return data if len(data) == size and self._find((timeline, version), name) == found else None
+
+    def _find(self, wanted: tuple[str, int], name: str) -> bytes | tuple[Path, int, int] | Exception | None:
+        """Return the object, or where it is, or how it stands with it."""
+        place = self._places.get(name)
+        if place is not None:
+            is_here = self._held.get(place.offset) == place.digest
+            if name in self._kept:
+                return (self._patches, *self._kept[name])
+            if is_here:
+                return (self.file, place.offset, place.size) if name == place.block else None
+            if name == place.patch and self._held.get(place.offset) != place.base:
+                return None  # it fetches the block
+            return Coming() if self._is_fetching else None
+        if wanted == self._newest:
+            return self._list if name.startswith("offers/") else None
+        if self._newest is not None and self._newest[0] == wanted[0] and self._newest[1] > wanted[1]:
+            return None
+        return Behind()
+
+    def _keep(self, name: str, patch: bytes) -> None:
+        """Keep a patch for others, if there is room."""
+        with self._lock:
+            begin, self._kept_bytes = self._kept_bytes, self._kept_bytes + len(patch)
+        with contextlib.suppress(OSError):
+            target = os.open(self._patches, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                written = os.pwrite(target, patch, begin)
+            finally:
+                os.close(target)
+            if written == len(patch):
+                with self._lock:
+                    self._kept[name] = begin, len(patch)
+
+    def _wake(self, names: Iterable[str]) -> None:
+        """Have those look again who wait for one of these; with the lock."""
+        for name in list(names):
+            if (arrival := self._awaited.pop(name, None)) is not None:
+                arrival.set()

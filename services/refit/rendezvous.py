@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Self, get_args
 
 import msgspec
 import numpy as np
@@ -20,24 +20,30 @@ from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.states import StateReference
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
-T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Announcement(msgspec.Struct, frozen=True):
+class _Message(msgspec.Struct, frozen=True):
+    def encode(self) -> dict[str, Any]:
+        """Return the message as msgpack types, with arrays as little-endian bytes."""
+        fields: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=_array_to_bytes)
+        return fields
+
+    @classmethod
+    def decode(cls, fields: Any) -> Self:
+        """Decode the message. Raises `CodecError` naming what is wrong."""
+        try:
+            return msgspec.convert(fields, cls, dec_hook=_bytes_to_array)
+        except msgspec.ValidationError as error:
+            raise CodecError(f"{cls.__name__.lower()}: {error}") from error
+
+
+class Announcement(_Message, frozen=True):
     """Sent while an epoch is `announced`. Replicas in `excluded` made an earlier attempt at this version fail and must not acknowledge."""
 
     excluded: tuple[str, ...]
 
-    def encode(self) -> dict[str, Any]:
-        return _encode(self)
 
-    @classmethod
-    def decode(cls, fields: Any) -> Announcement:
-        """Decode the message. Raises `CodecError` naming what is wrong."""
-        return _decode(fields, cls)
-
-
-class Rendezvous(msgspec.Struct, frozen=True):
+class Rendezvous(_Message, frozen=True):
     """Sent when an epoch enters `transfer`.
 
     If the members are exactly `previous_members`, they reuse the group `previous_group`; otherwise they form the new group `group_id` at
@@ -82,13 +88,10 @@ class Rendezvous(msgspec.Struct, frozen=True):
             "connect_s": self.connect_s,
         }
 
-    def encode(self) -> dict[str, Any]:
-        return _encode(self)
-
     @classmethod
-    def decode(cls, fields: Any) -> Rendezvous:
+    def decode(cls, fields: Any) -> Self:
         """Decode the message. Raises `CodecError` naming what is wrong, also if the probe could not prove anything."""
-        rendezvous = _decode(fields, cls)
+        rendezvous = super().decode(fields)
         if rendezvous.probe_token_ids.size < 2:
             raise CodecError(f"rendezvous: a probe of {rendezvous.probe_token_ids.size} tokens, not of at least 2")
         for name in ("timeout_s", "connect_s"):
@@ -97,7 +100,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
         return rendezvous
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(_Message, frozen=True):
     """Sent once a version is in the store: the digest of its list (`headrace.run.weight_store`), and the probe. What a replica does with
     the weights ends after `timeout_s`."""
 
@@ -105,16 +108,8 @@ class Offer(msgspec.Struct, frozen=True):
     probe_token_ids: Int32
     timeout_s: AboveZero
 
-    def encode(self) -> dict[str, Any]:
-        return _encode(self)
 
-    @classmethod
-    def decode(cls, fields: Any) -> Offer:
-        """Decode the message. Raises `CodecError` naming what is wrong."""
-        return _decode(fields, cls)
-
-
-class Pulled(msgspec.Struct, frozen=True):
+class Pulled(_Message, frozen=True):
     """An offer whose weights are in a `file` of this machine, each with its checksum: what a replica gives to itself in place of a
     `Rendezvous`."""
 
@@ -125,26 +120,10 @@ class Pulled(msgspec.Struct, frozen=True):
     timeout_s: AboveZero
     states: None = None
 
-    def encode(self) -> dict[str, Any]:
-        return _encode(self)
-
 
 def decode_rendezvous(fields: Any) -> Rendezvous | Pulled:
     """Decode what a member of an epoch in transfer was given. Raises `CodecError` naming what is wrong."""
-    return _decode(fields, Pulled) if isinstance(fields, dict) and "file" in fields else Rendezvous.decode(fields)
-
-
-def _encode(record: msgspec.Struct) -> dict[str, Any]:
-    """Return the record as msgpack types, with arrays as little-endian bytes."""
-    fields: dict[str, Any] = msgspec.to_builtins(record, builtin_types=(bytes,), enc_hook=_array_to_bytes)
-    return fields
-
-
-def _decode(fields: Any, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, kind, dec_hook=_bytes_to_array)
-    except msgspec.ValidationError as error:
-        raise CodecError(f"{kind.__name__.lower()}: {error}") from error
+    return Pulled.decode(fields) if isinstance(fields, dict) and "file" in fields else Rendezvous.decode(fields)
 
 
 def _array_to_bytes(array: Any) -> bytes:

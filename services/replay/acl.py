@@ -41,9 +41,7 @@ _TRAINER = (
     "open_epoch begin_epoch end_epoch offer disagreements quarantine"
 )
 _OPERATOR = "retry"
-_ROLLOUT = (
-    "make_room register register_puller deregister heartbeat lease push save release abandon acknowledge verify refuse"
-)
+_ROLLOUT = "make_room register register_puller unreached deregister heartbeat lease push save release abandon acknowledge verify refuse"
 _AGENTS = "make_room register_runner deregister_runner runner_heartbeat lease_episodes append finish release"
 
 # the roles that open the run

@@ -30,9 +30,11 @@ from headrace.net.replica_client import (
     SampleRequest,
 )
 from headrace.net.service import create_app, problems, read_body
+from headrace_services.rollout import peers
 from headrace_services.rollout.chat_format import ChatFormat, Written
 from headrace_services.rollout.engine_stats import EngineStats
 from headrace_services.rollout.generate import GenerationError
+from headrace_services.rollout.pulling import Puller
 from headrace_services.rollout.sequence_slots import SequenceSlots
 from headrace_services.rollout.worker import RolloutWorker
 
@@ -45,9 +47,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 _TOKEN_BYTES, _FIELDS_BYTES = 12, 2**16
 
 
-def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAPI:
-    """Build the application: `/sample`, `/render`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, and the pages that
-    every service has. Raises `ServiceError` for a parser that can't be used."""
+def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker, puller: Puller | None) -> FastAPI:
+    """Build the application: `/sample`, `/render`, `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/weights`, what others that
+    pull fetch, and the pages that every service has. Raises `ServiceError` for a parser that can't be used."""
 
     async def ready() -> str | None:
         return worker.status.problem()
@@ -69,6 +71,9 @@ def build_app(config: Config, engine: AsyncLLM, worker: RolloutWorker) -> FastAP
             "problem": status.problem(),
         }
 
+    if puller is not None:
+        served: Any = puller.served  # an ASGI application, which starlette takes too
+        app.add_route(peers.PATH, served, ["POST"], include_in_schema=False)
     chat_format = ChatFormat(config, engine.model_config, engine.renderer)
     _add_openai(app, config, engine, worker, chat_format)
     _add_calls(app, worker, chat_format, longest_body(config))
@@ -274,9 +279,10 @@ class BehindTraining:
 class RolloutMetrics(Collector):
     """The replica's Prometheus metrics, read from the worker's status at each scrape."""
 
-    def __init__(self, worker: RolloutWorker, engine: AsyncLLM) -> None:
+    def __init__(self, worker: RolloutWorker, engine: AsyncLLM, puller: Puller | None) -> None:
         self.worker = worker
         self.engine = engine
+        self.puller = puller
 
     def collect(self) -> Iterator[Metric]:
         status, verdict = self.worker.status, self.worker.receiver.verdict
@@ -340,12 +346,21 @@ class RolloutMetrics(Collector):
             for outcome, count in counts.items():
                 family.add_metric([outcome], count)
             yield family
+        if self.puller is not None:
+            pulled = CounterMetricFamily(
+                "headrace_rollout_pulled_bytes", "Bytes of weights, by source", labels=["source"]
+            )
+            for source, size in self.puller.fetched_from.items():
+                pulled.add_metric([source], size)
+            yield pulled
+            served = self.puller.served.served_bytes
+            yield CounterMetricFamily("headrace_rollout_served_bytes", "Bytes of weights sent to others", value=served)
 
 
 @contextlib.contextmanager
-def exported(worker: RolloutWorker, engine: AsyncLLM) -> Iterator[None]:
+def exported(worker: RolloutWorker, engine: AsyncLLM, puller: Puller | None) -> Iterator[None]:
     """Show the replica on `/metrics` while the context is open."""
-    metrics = RolloutMetrics(worker, engine)
+    metrics = RolloutMetrics(worker, engine, puller)
     REGISTRY.register(metrics)
     try:
         yield

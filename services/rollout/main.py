@@ -24,6 +24,7 @@ from headrace.net.http_access import HttpAccess
 from headrace.net.replica_client import PATHS, ROLE
 from headrace.net.service import bind, serve_http, stop_on_signals, stop_signals
 from headrace.replay import ReplayClient
+from headrace_services.rollout import peers
 from headrace_services.rollout.announcement import announced
 from headrace_services.rollout.engine import describe, running_engine
 from headrace_services.rollout.http import build_app, exported
@@ -110,11 +111,13 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         "model": config.policy.model_name,
     }
     log.info("%s", await describe(engine))
-    access = HttpAccess.of(config, config.rollout.host, {ROLE: frozenset(PATHS)})
+    access = HttpAccess.of(config, config.rollout.host, {ROLE: frozenset(PATHS), peers.ROLE: frozenset({peers.PATH})})
     with Puller.of(config, replay) as puller, contextlib.ExitStack() as stack:
+        if puller is not None and (own := peers.own_url(config, str(info["url"]))) is not None:
+            info[peers.SERVES] = own
         worker = RolloutWorker(config, engine, replay, info, puller)
-        stack.enter_context(exported(worker, engine))
-        async with serve_http(build_app(config, engine, worker), sock, access):
+        stack.enter_context(exported(worker, engine, puller))
+        async with serve_http(build_app(config, engine, worker, puller), sock, access):
             await worker.run(stop)
 
 

@@ -1,7 +1,8 @@
 """Fetches the weights of a replica that pulls them from the run's store (`headrace.run.weight_store`), while it generates with older ones.
 
-Nothing of a version gets into the engine before all of it is here, as the trainer sent it. Then the replica takes part in a refit of its
-own (`WeightReceiver.take_part`), with the same proof as in one of the fleet.
+Others that pull are asked before the store, and get what is here (`peers`). Nothing of a version gets into the engine before all of it is
+here, as the trainer sent it. Then the replica takes part in a refit of its own (`WeightReceiver.take_part`), with the same proof as in one
+of the fleet.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import TypeVar
 import msgspec
 
 from headrace.base.backoff import pause_after
-from headrace.base.errors import CodecError, ServiceError
+from headrace.base.errors import CodecError, ReplayError, ServiceError
 from headrace.base.scratch import scratch_folder
 from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
 from headrace.run.object_store import RunStore, check_package
-from headrace.run.weight_store import PulledWeights
+from headrace.run.weight_store import Behind, PulledWeights
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.rendezvous import Offer, Pulled
+from headrace_services.rollout.peers import AskedPeer, Peers, Served
 
 T = TypeVar("T")
 
@@ -43,6 +45,9 @@ class Puller:
         """`url` is that of the run's store, and `folder` takes the weights. Raises `MissingPackage`."""
         check_package(url)
         self.problem: str | None = None
+        self.served = Served(self._serve)
+        self._peers = Peers(config)
+        self._said: set[str] = set()  # replicas of which a problem was said
         self._replay = replay
         self._url, self._file = url, folder / "weights"
         self._weights: PulledWeights | None = None  # the store may not be there before the first offer
@@ -79,7 +84,7 @@ class Puller:
         free = self._ready is None and self._task is None and time.monotonic() >= self._not_before
         if offer is not None and newest != held and free:
             self._stopped, self._wanted = False, newest
-            self._task = asyncio.create_task(self._fetch(offer))
+            self._task = asyncio.create_task(self._fetch(replica, offer))
         if self._ready is None:
             return None
         return msgspec.structs.replace(self._ready, members=(replica,), acknowledged=(replica,))
@@ -94,6 +99,11 @@ class Puller:
         self._not_before = time.monotonic() + pause_after(self._failures, FIRST_PAUSE_S, LAST_PAUSE_S)
         self._ready, self.problem = None, why
 
+    @property
+    def fetched_from(self) -> dict[str, int]:
+        """The bytes that came from other replicas and from the store."""
+        return {} if self._weights is None else self._weights.fetched_from
+
     def succeed(self) -> None:
         self._failures, self.problem = 0, None
 
@@ -101,25 +111,39 @@ class Puller:
         self._stopped = True
         if self._task is not None:
             await cancel([self._task])
+        self._peers.close()
+        self.served.close()
 
-    async def _fetch(self, offer: Epoch) -> None:
-        began, version = time.monotonic(), offer.version
+    def _serve(self, timeline: str, version: int, name: str, wait_s: float) -> bytes | None:
+        if self._weights is None:
+            time.sleep(wait_s)  # it has not begun with its first version
+            raise Behind
+        return self._weights.serve(timeline, version, name, wait_s)
+
+    async def _fetch(self, replica: str, offer: Epoch) -> None:
+        began, version, timeline = time.monotonic(), offer.version, offer.timeline
+        peers: list[AskedPeer] = []
         try:
             terms = Offer.decode(offer.rendezvous)
             if self._weights is None:
                 self._weights = PulledWeights(RunStore(self._url, writes=False), self._file)
             weights = self._weights
-            listed = await _beside(lambda: weights.read_list(offer.timeline, version, terms.digest))
+            before = weights.fetched_from["replicas"]
+            peers = self._peers.of(await self._replay.parents(replica), lambda: self._stopped)
+            listed = await _beside(lambda: weights.read_list(timeline, version, terms.digest, peers))
             manifest = Manifest.decode(listed.layout)
-            await _beside(lambda: weights.fetch(listed, lambda: self._stopped))
-        except (ServiceError, CodecError, OSError) as error:
+            await _beside(lambda: weights.fetch(listed, lambda: self._stopped, peers))
+        except (ServiceError, CodecError, OSError, ReplayError) as error:
             if not self._stopped:
                 log.warning("version %d was not pulled: %s", version, error)
                 self.fail(f"pulling version {version}: {error}")
             return
+        finally:
+            await self._judge(peers)
         log.info(
-            "version %d is here: %.1f of %.1f MB fetched in %.1f s",
+            "version %d is here: %.1f of %.1f MB fetched in %.1f s, %.1f MB of it from other replicas",
             version, weights.fetched_bytes / 1e6, sum(listed.sizes) / 1e6, time.monotonic() - began,
+            (weights.fetched_from["replicas"] - before) / 1e6,
         )  # fmt: skip
         pulled = Pulled(
             file=str(self._file),
@@ -129,6 +153,20 @@ class Puller:
             timeout_s=terms.timeout_s,
         )
         self._ready = msgspec.structs.replace(offer, rendezvous=pulled.encode())
+
+    async def _judge(self, peers: list[AskedPeer]) -> None:
+        """Leave those alone for a while that were not reached, or with which a version was superseded before it was here. Say of each once
+        why it was asked no more."""
+        for peer in peers:
+            self._peers.note(peer.url, reached=not peer.is_unreached, in_time=not self._stopped)
+            if peer.problem is None:
+                continue
+            if peer.replica not in self._said:
+                self._said.add(peer.replica)
+                log.warning("replica %s, asked for weights at %s: %s", peer.replica, peer.url, peer.problem)
+            if peer.is_unreached:
+                with contextlib.suppress(ReplayError):
+                    await self._replay.unreached(peer.replica, f"{peer.url}: {peer.problem}")
 
 
 async def _beside(work: Callable[[], T]) -> T:

@@ -63,9 +63,12 @@ def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Pat
     assert len(verified) > 1
 
 
-@pytest.mark.parametrize("age", [0, 2])
-def test_a_run_whose_only_replica_pulls_trains_and_validates(tmp_path: Path, tiny_model: Path, age: int) -> None:
+@pytest.mark.parametrize(("age", "replicas"), [(0, 1), (2, 1), (2, 3)])
+def test_a_run_whose_replicas_all_pull_trains_and_validates(
+    tmp_path: Path, tiny_model: Path, age: int, replicas: int
+) -> None:
     more = [
+        f"rollout.replicas={replicas}",
         "rollout.weights_from=store",
         f"checkpointing.store=file://{tmp_path}/store",
         "grpo.max_num_steps=4",
@@ -89,6 +92,11 @@ def test_a_run_whose_only_replica_pulls_trains_and_validates(tmp_path: Path, tin
     for version, metrics in validated.items():
         assert (metrics["version_min"], metrics["version_max"]) == (version, version)
         assert (metrics["pending"], metrics["failed"]) == (0, 0)
+    # of three, the third is below the first in their tree
+    logs = [file.read_text() for file in (tmp_path / "demo" / "logs").glob("rollout-*.log")]
+    assert len(logs) == replicas
+    fetched = [sum(map(float, re.findall(r"([0-9.]+) MB of it from other replicas", log))) > 0 for log in logs]
+    assert sorted(fetched) == [*[False] * min(replicas, 2), *[True] * (replicas - 2)]
 
 
 def writers(folder: Path) -> set[str]:

@@ -170,6 +170,8 @@ async def _pull(replay: ReplayClient, timeline: str) -> None:
     await replay.register_puller(replica, {"host": "there"})
     await replay.offer(offer, 0, timeline, {"digest": "of the list"}, [-1.0], 1e-3, 1e-3)
     await replay.offered(replica)
+    await replay.parents(replica)
+    await replay.unreached(replica, "refused")
     await replay.verify(replica, offer, [-1.0])
     await replay.refuse(replica, offer, "torn")
     await replay.deregister(replica)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import math
 import re
 import secrets
 import threading
@@ -33,7 +34,7 @@ class Stored:
 
 class S3Server:
     """Its bucket is `bucket`. `spoil` may give a request another answer; `requests` are those that it got, as `PUT name`; each takes
-    `seconds` at least."""
+    `seconds` at least. It sends objects at most at `rate` bytes a second, all together; `sent_bytes` are those so far."""
 
     makes_twice = False  # it has no conditional put
 
@@ -44,6 +45,9 @@ class S3Server:
         self.requests: list[str] = []
         self.spoil: Spoil = lambda method, name: None
         self.seconds = 0.0
+        self.rate = math.inf
+        self.sent_bytes = 0
+        self._free_at = 0.0
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer((host, port), type("Of", (_Handler,), {"store": self}))
         self.server.daemon_threads = True
@@ -51,6 +55,14 @@ class S3Server:
     @property
     def endpoint(self) -> str:
         return f"http://{self.host}:{self.server.server_port}"
+
+    def pace(self, size: int) -> None:
+        """Wait for the turn of so many bytes."""
+        with self.lock:
+            self.sent_bytes += size
+            self._free_at = max(self._free_at, time.monotonic()) + size / self.rate
+            wait_s = self._free_at - time.monotonic()
+        time.sleep(max(0.0, wait_s))
 
     def names(self, part: str = "") -> list[str]:
         return sorted(name for name in self.objects if part in name)
@@ -89,6 +101,7 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 class _Handler(BaseHTTPRequestHandler):
     store: S3Server
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the body of an answer waits until its head is acknowledged, for 40 ms
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -128,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif bucket != "bucket":
             self._fail(404, "NoSuchBucket")
         else:
+            if self.command == "GET" and (stored := store.objects.get(name)) is not None:
+                store.pace(len(stored.data))
             with store.lock:
                 self._answer(name, query, body)
 

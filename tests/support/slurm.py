@@ -2,9 +2,9 @@
 
     unshare … python -m tests.support.slurm FOLDER JOB [RANK]
 
-Runs inside namespaces of its own (`tests.chaos.runs.NAMESPACES`). `srun` enters the namespace of the node that it names. With `RANK`, that
-rank of the trainer is killed after its first step. The exit code is the job's. As Slurm's own, `srun` hands SIGUSR1 on to its task, and
-kills it at SIGTERM.
+Runs inside namespaces of its own (`tests.chaos.runs.NAMESPACES`). `srun` enters the namespace of the node that it names, whose own
+`checkpointing.snapshot_dir` is in FOLDER. With `RANK`, that rank of the trainer is killed after the first snapshot. The exit code is the
+job's. As Slurm's own, `srun` hands SIGUSR1 on to its task, and kills it at SIGTERM.
 """
 
 from __future__ import annotations
@@ -58,12 +58,16 @@ def main(folder: Path, job: Path, killed: str | None) -> int:
     own = f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"  # as Debian installs it
     hosts.write_text(own + "".join(f"{address} {name}\n" for name, address in addresses.items()))
     subprocess.run(["mount", "--bind", str(hosts), "/etc/hosts"], check=True)
-    commands(folder, {name: network.enter(name) for name in NODES})
+    memory = {name: folder / f"memory-of-{name}" for name in NODES}
+    for each in memory.values():
+        each.mkdir()
+    variable = "HEADRACE_CHECKPOINTING__SNAPSHOT_DIR"
+    commands(folder, {name: [*network.enter(name), "env", f"{variable}={memory[name]}"] for name in NODES})
     running = subprocess.Popen(
         [*network.enter("node-1"), "bash", str(job)], env=environ(folder), preexec_fn=die_with_parent
     )
     if killed is not None:
-        wait_until(lambda: any(folder.glob("*/metrics.jsonl")) or running.poll() is not None, within_s=600)
+        wait_until(lambda: any(folder.glob("memory-*/*/step_*")) or running.poll() is not None, within_s=600)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if "trainer" in process.cmdline() and process.environ().get("RANK") == killed:

@@ -57,6 +57,8 @@ RULES = [
     ("truncation_rate", 0.19, 0.2, "max_"),
     ("off_policy_tokens", 0.09, 0.1, "max_trajectory_age_steps=1"),
     ("failed_prompts", 0.0, 1.0, "headrace samples"),
+    ("store_failures", 0.0, 1.0, "headrace status"),
+    ("offer_failures", 0.0, 1.0, "headrace status"),
 ]
 
 

@@ -191,6 +191,7 @@ def requires(package: str) -> list[str]:
 
 # What only some of a service's environments or trackers need: the extras that may bring it besides the service's own.
 BESIDES = {
+    "headrace.launch.tracker_login": ("mlflow", "wandb"),
     "headrace.net.tracing": ("tracing",),
     "headrace.run.object_store": ("store",),
     "headrace_services.reward.model_process": ("reward-model",),

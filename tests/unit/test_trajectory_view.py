@@ -141,15 +141,6 @@ def test_of_a_long_line_what_precedes_its_tokens_is_unpacked(tmp_path: Path, one
         files.view("train", 7, GROUP.id, one.index)
 
 
-def test_in_lines_of_older_builds_calls_are_behind_the_tokens(tmp_path: Path) -> None:
-    line = {**record(GROUP, PLAYED, Score("SCORED", 0.5)), "token_losses": [0.5] * 100_000}
-    calls, ids = line.pop("calls"), line.pop("token_ids")
-    files = SampleFiles(tmp_path, None)
-    files.write("train", 7, [{**line, "token_ids": ids, "calls": calls}])
-    (head,) = read_heads(files.path("train", 7), GROUP.id, SampleHead)
-    assert len(head.calls) == len(calls) > 1
-
-
 def test_every_reader_of_gzip_reads_an_indexed_file(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path, None)
     for lines in (many(40, content="x" * 30_000), []):
@@ -159,10 +150,9 @@ def test_every_reader_of_gzip_reads_an_indexed_file(tmp_path: Path) -> None:
         assert [json.loads(each) for each in text.splitlines()] == lines
 
 
-def test_a_file_of_before_is_read_without_index_texts_or_columns(tmp_path: Path) -> None:
+def test_a_line_without_texts_or_columns_is_read(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path, None)
-    with gzip.open(files.path("train", 7), "wb") as file:
-        file.writelines(msgspec.json.encode(each) + b"\n" for each in many(8))
+    files.write("train", 7, many(8))
     found = files.view("train", 7, "g1", 2)
     assert found is not None
     assert found["tokens"] == [{"id": 5, "text": None}, {"id": 6, "text": None}]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from headrace.base.errors import CodecError, ServiceError
 from headrace.run import object_store
 from headrace.run.object_store import RunStore
 from headrace.run.weight_store import (
+    Behind,
+    Coming,
     PublishedWeights,
     PulledWeights,
     apply_patch,
@@ -352,3 +356,86 @@ def test_weights_of_another_shape_replace_those_in_the_file(
     assert pull(pulled, 3, weights.publish(published, 3)) == weights.bytes()
     weights.parts.pop()
     assert pull(pulled, 4, weights.publish(published, 4)) == weights.bytes()
+
+
+def test_what_is_here_is_given_to_others(
+    published: PublishedWeights, pulled: PulledWeights, weights: Weights, s3: S3Server
+) -> None:
+    with pytest.raises(Behind):
+        pulled.serve("t1", 1, "blocks/1", 0.0)
+    digest = weights.publish(published, 1)
+    pull(pulled, 1, digest)
+    assert pulled.serve("t1", 1, "offers/1.json", 0.0) == s3.objects[f"runs/r/{OFFERS}1.json"].data
+    for name in s3.names(BLOCKS):
+        assert pulled.serve("t1", 1, name.removeprefix("runs/r/weights/t1/"), 0.0) == s3.objects[name].data
+    assert pulled.serve("t1", 1, "blocks/1", 0.0) is None
+    assert pulled.serve("t1", 0, "offers/0.json", 0.0) is None  # superseded
+    for timeline, version in (("t1", 2), ("t2", 0)):
+        with pytest.raises(Behind):
+            pulled.serve(timeline, version, f"offers/{version}.json", 0.0)
+    # a patch is there for whoever has the version before, once this one had it
+    for part in weights.parts:
+        part[7::BLOCK] += 1
+    pull(pulled, 2, weights.publish(published, 2))
+    patches = s3.names("/patches/")
+    assert patches
+    for name in patches:
+        assert pulled.serve("t1", 2, name.removeprefix("runs/r/weights/t1/"), 0.0) == s3.objects[name].data
+    # and is not kept beyond it
+    pull(pulled, 3, weights.publish(published, 3))
+    assert pulled.serve("t1", 2, patches[0].removeprefix("runs/r/weights/t1/"), 0.0) is None
+
+
+def test_who_asks_too_early_waits_until_it_comes(
+    published: PublishedWeights, pulled: PulledWeights, weights: Weights, s3: S3Server
+) -> None:
+    digest = weights.publish(published, 1)
+    one, last = s3.names(BLOCKS)[-2:]
+    held_back = {one: threading.Event(), last: threading.Event()}
+    name, other = (each.removeprefix("runs/r/weights/t1/") for each in (one, last))
+    s3.spoil = lambda method, asked: (held_back[asked].wait(30), None)[1] if asked in held_back else None
+    fetching = threading.Thread(target=pull, args=(pulled, 1, digest))
+    fetching.start()
+    try:
+        assert pulled.serve("t1", 1, "offers/1.json", 30.0)
+        with pytest.raises(Coming):
+            pulled.serve("t1", 1, name, 0.01)
+        threading.Timer(0.05, held_back[one].set).start()
+        assert pulled.serve("t1", 1, name, 20.0) == s3.objects[one].data
+        with pytest.raises(Coming):  # not all is here
+            pulled.serve("t1", 1, other, 0.01)
+    finally:
+        for event in held_back.values():
+            event.set()
+        fetching.join()
+
+
+def test_what_is_overwritten_while_it_is_read_is_not_given_away(
+    published: PublishedWeights, pulled: PulledWeights, weights: Weights, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull(pulled, 1, weights.publish(published, 1))
+    name = s3.names(BLOCKS)[0].removeprefix("runs/r/weights/t1/")
+    for part in weights.parts:
+        part += 1
+    second = weights.publish(published, 2)
+    read = os.pread
+
+    def read_late(file: int, size: int, offset: int) -> bytes:
+        monkeypatch.undo()
+        pull(pulled, 2, second)
+        return read(file, size, offset)
+
+    monkeypatch.setattr(os, "pread", read_late)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    assert pulled.serve("t1", 1, name, 0.0) is None
+
+
+def test_a_disk_without_room_for_patches_costs_others_alone(
+    published: PublishedWeights, pulled: PulledWeights, weights: Weights, s3: S3Server
+) -> None:
+    pull(pulled, 1, weights.publish(published, 1))
+    (pulled.file.parent / "weights.patches").mkdir()
+    for part in weights.parts:
+        part[7::BLOCK] += 1
+    assert pull(pulled, 2, weights.publish(published, 2)) == weights.bytes()
+    assert pulled.serve("t1", 2, s3.names("/patches/")[0].removeprefix("runs/r/weights/t1/"), 0.0) is None

@@ -74,6 +74,7 @@ local function expire_holder(run, registry)
   if redis.call('HGET', key, 'state') ~= 'DEAD' then
     redis.call('HSET', key, 'state', 'DEAD', 'reason', 'no heartbeat')
     redis.call('SREM', run.base .. 'waiting', id)
+    redis.call('ZREM', run.base .. 'pullers', id)
     tell_state(run, id, 'DEAD')
   elseif redis.call('EXISTS', run.base .. 'h:' .. id) == 0 then
     redis.call('UNLINK', key)

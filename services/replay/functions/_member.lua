@@ -33,6 +33,7 @@ local function leave_fleet(run, holder, died)
   redis.call('UNLINK', key)
   redis.call('ZREM', registry_of(run, holder), holder)
   redis.call('SREM', run.base .. 'waiting', holder)
+  redis.call('ZREM', run.base .. 'pullers', holder)
   retire(run, holder)
   tell_state(run, holder, 'LEFT')
   return 0

@@ -7,5 +7,6 @@
 register('register_puller', {replica = name, incarnation = text, info = member_info}, function(run, call)
   require_incarnation(run, call.incarnation)
   enter(run, call.replica, 'STALE', 'version', -1, 'timeline', run.timeline, 'info', call.info, 'pulls', 1)
+  redis.call('ZADD', run.base .. 'pullers', 'NX', run.now, call.replica)
   return 1
 end)

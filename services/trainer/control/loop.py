@@ -309,6 +309,8 @@ class Loop:
         metrics |= self._writer.take_metrics()
         if self._uploads is not None:
             metrics |= self._uploads.take_metrics()
+        if self._offers is not None:
+            metrics |= self._offers.take_metrics()
         self._reward = metrics["reward"]
         self._version, self._reply = step + 1, None
         self._fleet.outdate()

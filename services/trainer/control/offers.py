@@ -2,12 +2,14 @@
 
 Between two steps the weights are copied to host memory, as replicas get them. A thread sends what has changed of them. Once all of it is
 there, the buffer names the version to the replicas, and what no replica may begin work with any more is removed. The trainer waits for
-none of this: while one version is sent, the next are left out. A store that fails is tried again.
+none of this: while one version is sent, the next are left out. A store that fails is tried again, and it is said
+(`headrace.run.object_store.list_problems`, `offer_failures`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
@@ -20,7 +22,7 @@ from headrace.base.errors import Fenced, HeadraceError
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import BufferRetry, ReplayClient, Replica
-from headrace.run.object_store import RunStore
+from headrace.run.object_store import OFFERS, RunStore, StoreStatus, write_status
 from headrace.run.weight_store import PublishedWeights
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.probe import Differences
@@ -53,7 +55,10 @@ class Offers:
         self._store, self._replay, self._retry, self._timeline = store, replay, retry, timeline
         self._reach = config.algorithm.ahead_steps
         self._timeout_s = config.weight_channel.timeout_s
+        self._folder = config.checkpoint_folder
         self._newest: int | None = None  # that was copied
+        self._offered: int | None = None
+        self._all_failures = self._told_failures = 0.0
         self._failures, self._not_before = 0, 0.0
         self._is_first = True
         self._fenced: Fenced | None = None
@@ -63,6 +68,8 @@ class Offers:
     @classmethod
     def of(cls, config: Config, replay: ReplayClient, retry: BufferRetry, timeline: str) -> Offers | None:
         """Return those of a trainer; None if the run has no store."""
+        with contextlib.suppress(OSError):  # there is none, or it is of an earlier trainer
+            (config.checkpoint_folder / OFFERS).unlink()
         url = config.run_store
         return None if url is None else cls(config, RunStore(url), replay, retry, timeline)
 
@@ -80,6 +87,11 @@ class Offers:
         """Raise the error of a trainer that was replaced."""
         if self._fenced is not None:
             raise self._fenced
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call."""
+        failures, self._told_failures = self._all_failures - self._told_failures, self._all_failures
+        return {"offer_failures": failures}
 
     async def offer(
         self, version: int, source: WeightSource, manifest: Manifest, probe: Probe, in_torch: Torch
@@ -123,14 +135,29 @@ class Offers:
                 "version %d is in %s: %.1f of %.1f MB sent in %.1f s",
                 version, self._store.url, self._published.sent_bytes / 1e6, manifest.nbytes / 1e6, time.monotonic() - began,
             )  # fmt: skip
+            self._offered = version
             self._published.clean(self._reach)
-            self._failures = 0
+            if self._failures:
+                self._failures = 0
+                self._say("")
         except Fenced as error:
             self._fenced = error
         except (HeadraceError, OSError, RuntimeError) as error:  # such as of a thread that can't be started
             if self._closing.is_set():
                 return
             self._failures += 1
+            self._all_failures += 1.0
             self._not_before = time.monotonic() + pause_after(self._failures, FIRST_PAUSE_S, LAST_PAUSE_S)
             self._newest = None
-            log.warning("version %d can't be pulled from %s: %s", version, self._store.url, error)
+            there = "none" if self._offered is None else self._offered
+            problem = (
+                f"version {version} of the weights can't be pulled from {self._store.url} (it has {there}): {error}"
+            )
+            log.warning("%s", problem)
+            self._say(problem)
+
+    def _say(self, problem: str) -> None:
+        try:
+            write_status(self._folder, StoreStatus(self._store.url, self._offered, problem), OFFERS)
+        except OSError as error:
+            log.warning("%s is not up to date: %s", self._folder / OFFERS, error)

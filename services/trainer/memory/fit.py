@@ -465,11 +465,17 @@ class Plan:
         tokens = micro_batch(self.config.policy, training=True)
         parallel = self.config.policy.generation.vllm_cfg.tensor_parallel_size
         cached = cached_tokens(policy.size, _replica_width(self.config), parallel, self.replica[KV_CACHE])
+        # of the version that is in the store, to compare with, and of the next (`control.offers`)
+        copies = 2 * policy.size.parameters * _replica_width(self.config)
+        offered = [
+            f"rank 0 has copies of the weights for replicas that pull, in its host's memory: {copies / GIB:.1f} GiB"
+        ]
         otherwise = sum(activations(policy.size, policy.bytes, tokens, recompute=not policy.recompute))
         return [
             f"{policy.size.parameters:,} parameters; micro-batches of at most {tokens:,} tokens",
             f"activations {'without' if policy.recompute else 'with'} checkpointing: {otherwise / GIB:.1f} GiB",
             f"the KV cache of a replica (tensor_parallel_size {parallel}) holds {cached:,} tokens",
+            *(offered if self.config.run_store is not None else []),
         ]
 
     def judge(self) -> Verdict:

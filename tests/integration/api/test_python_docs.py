@@ -32,6 +32,7 @@ def workplace(
         light = {"rollout": "idle_rollout", "trainer": "recording_trainer"}
         monkeypatch.setenv("PYTHONPATH", instead_of(tmp_path / "services", **light)["PYTHONPATH"])
         monkeypatch.setenv("HEADRACE_PAGE__PORT", "null")  # nobody looks at it
+        monkeypatch.setenv("HEADRACE_REWARD__WORKERS", "1")  # nothing is scored
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tiny_model)

@@ -284,6 +284,7 @@ OF_CASES = {
     "one node": ARROWS,
     "several nodes": ARROWS | {("trainer", "trainer")},
     "external redis": {arrow for arrow in ARROWS if "redis" not in arrow},
+    "given": ARROWS | {("rollout", "rollout")},
     "agents": ARROWS | EPISODES,
     "environments": ARROWS | CALLED,
     "agents and environments": ARROWS

@@ -31,7 +31,7 @@ def test_a_job_trains_on_two_nodes(tmp_path: Path, tiny_model: Path, killed: str
     if lacks := runs.missing():
         pytest.skip(lacks)
     job = tmp_path / "job.sh"
-    settings = ("run.id=two", f"run.dir={tmp_path}", f"policy.model_name={tiny_model}", "checkpointing.save_period=1")
+    settings = ("run.id=two", f"run.dir={tmp_path}", f"policy.model_name={tiny_model}", "checkpointing.save_period=100")
     example = runs.ROOT / "examples" / "arithmetic_tiny.yaml"
     job.write_text(said("deploy", "slurm", example, *settings, *SHORT, *SIZES, "--gpus-per-node", "0"))
     command = [
@@ -54,7 +54,9 @@ def test_a_job_trains_on_two_nodes(tmp_path: Path, tiny_model: Path, killed: str
     logs = {log.name: log.read_text() for log in (tmp_path / "two" / "logs").glob("*.log")}
     assert done.returncode == 0, done.stderr + "\n".join(f"== {name}\n{text[-3000:]}" for name, text in logs.items())
     steps = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
-    # a step whose checkpoint had not been written is trained again
+    # a step whose snapshot had not been written is trained again
     assert sorted({line["step"] for line in steps if line["kind"] == "train"}) == [0, 1, 2]
+    assert all(line["step"] > 0 for line in steps if line["kind"] == "rewind")
+    assert ("continuing from the snapshot of version" in logs["trainer-0.log"]) == (killed is not None)
     assert ("continues from its checkpoint" in done.stderr) == (killed is not None)
     assert {"trainer-0.log", "trainer-1.log", "rollout-1.log", "rollout-2.log"} <= logs.keys()

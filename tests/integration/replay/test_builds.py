@@ -49,16 +49,12 @@ class Another(BufferConnection):
 
 @pytest.fixture
 async def another(replay: ReplayClient, tmp_path: Path) -> Another:
-    """A connection of another build, whose `wanted` says so. As an early build did, it writes a group without its environment."""
+    """A connection of another build, whose `wanted` says so."""
     with resources.as_file(resources.files("headrace_services.replay") / "functions") as folder:
         shutil.copytree(folder, tmp_path / "functions")
     (tmp_path / "functions" / "wanted.lua").write_text(
         "-- uses: _register\nregister_reader('wanted', nil, function() return 'of another build' end)\n"
     )
-    enqueue_file = tmp_path / "functions" / "enqueue.lua"
-    written, with_environment = enqueue_file.read_text(), "'env', group.env, "
-    assert with_environment in written
-    enqueue_file.write_text(written.replace(with_environment, ""))
     built = Library(tmp_path / "functions")
     await replay.redis.function_load(built.source(), replace=True)
     connection = Another(replay.redis, replay.run_id)
@@ -199,20 +195,6 @@ async def test_law_1_conservation_a_run_goes_on_after_an_upgrade(
     assert steps[0] == [*reserved.groups]
     await replay.commit(3, (await replay.state()).timeline)
     assert some((await replay.state()).counts) == {"trained": 6}
-
-
-@pytest.mark.parametrize("env_name", ["math", "m" * 31, "m" * 32, "m" * 255])
-async def test_a_group_of_an_early_build_is_scored_by_its_own_environment(
-    replay: ReplayClient, another: Another, limits: Limits, env_name: str
-) -> None:
-    old = ReplayClient(replay.redis, replay.run_id)
-    old._connection = another
-    await old.open_run(limits)
-    await old.enqueue([make_group(0, env_name=env_name)], (await old.state()).timeline)
-    await replay.open_run(limits)
-    (lease,) = await replay.lease(await healthy_replica(replay), 1)
-    await push_all(replay, lease)
-    assert len(await replay.take_scoring({env_name: 8})) == 2
 
 
 async def test_the_replay_service_of_a_build_that_was_replaced_ends(

@@ -21,6 +21,7 @@ from tests.support.buffer import (
     score_all,
     tighten,
 )
+from tests.support.waiting import eventually
 
 PROBE = [-1.0]
 
@@ -202,3 +203,69 @@ async def test_an_epoch_is_not_for_it_and_does_not_end_its_work(replay: ReplayCl
         with pytest.raises(Fenced):
             await call
     assert await state_of(replay, far) == ("HEALTHY", 0)
+
+
+async def test_those_that_pull_form_a_tree_in_the_order_in_which_they_came(replay: ReplayClient) -> None:
+    replicas = [f"{place}-{nonce()}" for place in range(9)]
+    for place, replica in enumerate(replicas):
+        await replay.register_puller(replica, {"serves": f"http://10.0.0.{place}:1"})
+        await replay.register_puller(replica, {})  # again
+    near = await healthy_replica(replay)
+
+    async def above(replica: str) -> list[str]:
+        found = await replay.parents(replica)
+        assert all(info == {"serves": f"http://10.0.0.{id_[0]}:1"} for id_, info in found)
+        return [id_[0] for id_, _ in found]
+
+    trees = [await above(replica) for replica in replicas]
+    assert trees == [[], [], ["0"], ["0"], ["1"], ["1"], ["2", "0"], ["2", "0"], ["3", "0"]]
+    assert await above(near) == await above(nonce()) == []
+    await replay.deregister(replicas[0])
+    assert [await above(replica) for replica in replicas[1:]] == [
+        *([], [], ["1"], ["1"], ["2"], ["2"], ["3", "1"], ["3", "1"])
+    ]
+    again = f"9-{nonce()}"
+    await replay.register_puller(again, {"serves": "http://10.0.0.9:1"})
+    assert await above(again) == ["4", "1"]
+    await replay.quarantine(replicas[1], (await replay.state()).timeline, "it computes otherwise")
+    assert await above(again) == ["4"]
+
+
+async def test_who_has_older_weights_is_not_asked(replay: ReplayClient) -> None:
+    first, second, third = nonce(), nonce(), nonce()
+    for replica in (first, second, third):
+        await replay.register_puller(replica, {})
+    assert [id_ for id_, _ in await replay.parents(third)] == [first]
+    old, new = await offer(replay, 0), await offer(replay, 1)
+    await replay.verify(first, old, PROBE)
+    assert [id_ for id_, _ in await replay.parents(third)] == [first]
+    await replay.verify(third, new, PROBE)
+    assert [id_ for id_, _ in await replay.parents(third)] == []
+    await replay.verify(first, new, PROBE)
+    assert [id_ for id_, _ in await replay.parents(third)] == [first]
+
+
+async def test_a_dead_replica_is_asked_for_nothing(replay: ReplayClient, limits: Limits) -> None:
+    await tighten(replay, limits, replica_dead_s=0.2)
+    dead, *others = (f"{place}-{nonce()}" for place in range(4))
+    await replay.register_puller(dead, {})
+    for replica in others:
+        await replay.register_puller(replica, {})
+
+    async def is_dead() -> bool:
+        for replica in others:
+            await replay.heartbeat(replica, [])
+        return await state_of(replay, dead) == ("DEAD", -1)
+
+    assert [id_ for id_, _ in await replay.parents(others[1])] == [dead]
+    await eventually(is_dead)
+    assert [id_ for id_, _ in await replay.parents(others[1])] == []
+    assert [id_ for id_, _ in await replay.parents(others[2])] == [others[0]]
+
+
+async def test_who_was_not_reached_is_shown(replay: ReplayClient) -> None:
+    far, near = nonce(), await healthy_replica(replay)
+    await replay.register_puller(far, {})
+    for replica in (far, near, nonce()):
+        await replay.unreached(replica, "connection refused")
+    assert {one.id: one.unreached for one in await replay.replicas()} == {far: "connection refused", near: ""}

@@ -91,7 +91,7 @@ async def test_law_4_a_rejection_that_comes_again_or_late_changes_nothing(replay
 
 
 @pytest.mark.parametrize("how", ["announced", "offered"])
-async def test_law_6_a_step_that_later_weights_were_trained_on_stays_reserved(replay: ReplayClient, how: str) -> None:
+async def test_law_6_a_step_that_was_trained_stays_reserved(replay: ReplayClient, how: str) -> None:
     """Taken back again and again, it would wait for groups that later weights wrote, and they for room."""
     await generate(replay, await begin(replay, 8))
     batch, timeline = await reserve(replay, 0), (await replay.state()).timeline

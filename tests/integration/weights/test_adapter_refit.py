@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +13,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.config import Config
-from headrace.replay import Limits, ReplayClient
+from headrace.replay import BufferRetry, Epoch, Limits, ReplayClient
 from headrace.replay.connection import open_redis
-from headrace_services.refit.manifest import ADAPTER
-from headrace_services.refit.probe import choose_token_ids
+from headrace.run.object_store import RunStore
+from headrace.run.weight_store import PulledWeights
+from headrace_services.refit.manifest import ADAPTER, Manifest
+from headrace_services.refit.probe import Differences, choose_token_ids
+from headrace_services.refit.rendezvous import Offer
 from headrace_services.refit.sender import RefitReport, WeightSender
+from headrace_services.refit.transfer import read
+from headrace_services.trainer.control.offers import Offers
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import config, random_batch
 from tests.support.engines import TIMELINE, TOLERANCE, Engines, settings
 from tests.support.learner_source import LearnerSource
 from tests.support.small_replica import SmallReplica, running
+from tests.support.waiting import eventually
 
 # the rank has no slot of its own in vLLM, and the names are of two of its fused layers and of one that is not
 LORA = {"enabled": True, "dim": 5, "refit": "adapter", "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
@@ -114,6 +121,47 @@ async def test_the_model_travels_once_and_then_the_adapter_alone(run: Run) -> No
             await run.restart_trainer()
             train_step(run.learner, random_batch(8, 4))
             assert await sent(4, {first, second}) == whole, "this sender has proved nothing yet"
+
+
+async def test_who_pulls_fetches_the_adapter_alone_once_it_has_the_model(run: Run, tmp_path: Path) -> None:
+    store = RunStore(f"file://{tmp_path}/runs/r")
+    values = {"run": {"id": "r", "dir": str(tmp_path)}, "checkpointing": {"store": f"file://{tmp_path}/runs"}}
+    run_config = Config.model_validate(values)
+    offers = Offers(run_config, store, run.replay, BufferRetry(60.0), TIMELINE)
+    pulled = PulledWeights(RunStore(store.url, writes=False), tmp_path / "weights")
+    source = LearnerSource(run.learner)
+    manifest = Manifest.of(source.metadata(), 64 * 1024)
+    run_config.checkpoint_folder.mkdir(parents=True)
+
+    async def at_once(work: Callable[[], Any]) -> Any:
+        return work()
+
+    async def fetch(version: int) -> int:
+        probe = run.probe, run.learner.probe(run.probe), Differences(1e-4, 1e-4)
+        await offers.offer(version, source, manifest, probe, at_once)
+
+        async def look() -> Epoch | None:
+            offers.poll()
+            found = await run.replay.offered("")
+            return found if found is not None and found.version == version else None
+
+        offer = await eventually(look)
+        listed = pulled.read_list(TIMELINE, version, Offer.decode(offer.rendezvous).digest)
+        pulled.fetch(listed)
+        found = [one for bucket in read(str(pulled.file), manifest, listed.checksums) for one in bucket]
+        wanted = dict(source)
+        assert [one.name for one in found] == [*wanted]
+        assert all(torch.equal(one.tensor, wanted[one.name].to(one.tensor.dtype)) for one in found)
+        return pulled.fetched_bytes
+
+    try:
+        whole = await fetch(0)
+        assert whole == manifest.nbytes
+        train_step(run.learner, random_batch(8, 1))
+        of_adapter = [each for each in manifest.buckets() if any(one.name.startswith(ADAPTER) for one in each.tensors)]
+        assert 0 < await fetch(1) <= sum(bucket.nbytes for bucket in of_adapter) < whole / 2
+    finally:
+        offers.close()
 
 
 @pytest.mark.nightly  # an engine of its own; the sender and the proof have tests without one

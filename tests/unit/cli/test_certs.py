@@ -60,7 +60,9 @@ def test_an_authority_without_its_key_is_not_replaced(tmp_path: Path) -> None:
 
 def test_each_service_has_a_file_with_what_it_needs_alone(tmp_path: Path) -> None:
     config, folder = tmp_path / "run.yaml", tmp_path / "secrets"
-    config.write_text("run: {id: adder}\nenv: {mine: {target: 'mine:50400', episodes: true}}\n")
+    config.write_text(
+        "run: {id: adder}\ncheckpointing: {store: 's3://b/r'}\nenv: {mine: {target: 'mine:50400', episodes: true}}\n"
+    )
     run("credentials", config, "--dir", folder)
     whole = Credentials(folder / "credentials")
     assert stat.S_IMODE((folder / "reward.credentials").stat().st_mode) == 0o600
@@ -68,7 +70,7 @@ def test_each_service_has_a_file_with_what_it_needs_alone(tmp_path: Path) -> Non
     assert mine.token("environment mine") == whole.token("environment mine")
     rollout = (folder / "rollout.credentials").read_text()
     roles = [line.rpartition(" ")[0] for line in rollout.splitlines()]
-    assert roles == ["operator", "reader", "agents", "redis rollout"]
+    assert roles == ["operator", "reader", "agents", "rollout", "redis rollout"]
     runners = (folder / "agents.credentials").read_text()
     assert [line.rpartition(" ")[0] for line in runners.splitlines()] == [
         "operator",

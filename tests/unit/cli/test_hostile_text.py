@@ -60,11 +60,13 @@ def test_status() -> None:
         reason="its refit failed",
         logprob_error=1.25,
         pulls=True,
+        unreached=f"https://10.0.0.1:1: {HOSTILE}",
     )
     runner = Runner(id=HOSTILE, alive=True, leases=0, seen_s_ago=0.0, info={"url": HOSTILE})
     show_status(out, state, [replica], [runner], read_meters({}), None)
     assert harmless(out.getvalue())
     assert f"quarantined   {SHOWN}: its refit failed\n" in out.getvalue()
+    assert f"not reached   {SHOWN}, by others that pull: https://10.0.0.1:1: {SHOWN}\n" in out.getvalue()
     assert "QUARANTINED, pulls" in out.getvalue()
     assert " 1.25 " in out.getvalue()
 

@@ -88,3 +88,12 @@ def test_more_gpus_than_there_can_be_are_refused_at_once(config: Path) -> None:
     result = CliRunner().invoke(app, ["config", "check", str(config), "--gpu-memory", "2", "--gpus", "1000000000"])
     assert result.exit_code == 2
     assert "--gpus" in result.output
+
+
+def test_what_replicas_that_pull_cost_rank_0_is_said(config: Path) -> None:
+    def said(*arguments: str) -> list[str]:
+        return [row for row in rows(config, *arguments) if "pull" in row]
+
+    assert said() == []
+    (line,) = said("checkpointing.store=s3://bucket/runs", "run.id=adder")
+    assert "29.9 GiB" in line  # 8.03 billion parameters in bfloat16, twice

@@ -19,6 +19,7 @@ BEFORE_THE_FIRST_STEP = {
     "services/trainer/data/prompts.py": {
         "data.train",
         "data.use_multiple_dataloader",
+        "data.validation",
         "policy.tokenizer.name",
         "policy.tokenizer.chat_template",
         "policy.tokenizer.chat_template_kwargs",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
 from pathlib import Path
@@ -16,57 +15,31 @@ import pytest
 from headrace.config import Config
 from headrace.replay import Epoch
 from headrace.run.object_store import RunStore
-from headrace.run.weight_store import PublishedWeights
-from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.rendezvous import Offer, Pulled, decode_rendezvous
+from headrace_services.refit.rendezvous import Pulled, decode_rendezvous
 from headrace_services.rollout import pulling
 from headrace_services.rollout.pulling import Puller
+from tests.support.pullers import MANIFEST, Buffer, Trainer
 from tests.support.waiting import eventually
 
-MANIFEST = Manifest(("w",), ("float32",), ((256,),), 4096)
-PROBE = np.array([1, 2], np.int32)
 
+class Offering(Trainer):
+    """Offers weights that are all the number of their version."""
 
-class Buffer:
-    """Names what was offered last."""
-
-    offer: Epoch | None = None
-
-    async def offered(self, replica: str) -> Epoch | None:
-        return self.offer
-
-
-class Trainer:
     def __init__(self, folder: Path) -> None:
-        self.buffer = Buffer()
-        self.store = RunStore(f"file://{folder}/r")
-        self.published: dict[str, PublishedWeights] = {}
+        super().__init__(f"file://{folder}/r", Buffer())
+        self.store = RunStore(self.url)
 
-    def offer(self, version: int, timeline: str = "t1") -> None:
-        weights = np.full(256, version, np.float32)
-        published = self.published.setdefault(timeline, PublishedWeights(self.store, timeline))
-        digest = published.publish(version, MANIFEST.encode(), [0], [memoryview(weights).cast("B")])
-        terms = Offer(digest, PROBE, 5.0).encode()
-        self.buffer.offer = Epoch(
-            id=hashlib.sha256(f"{timeline} {version}".encode()).hexdigest()[:8],
-            version=version,
-            timeline=timeline,
-            state="transfer",
-            members=(),
-            acknowledged=(),
-            verified=(),
-            refused={},
-            rendezvous=msgspec.msgpack.decode(msgspec.msgpack.encode(terms)),
-        )
+    def offer(self, version: int, timeline: str = "t1") -> None:  # type: ignore[override]
+        super().offer(version, np.full(256, version, np.float32), timeline)
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(tmp_path / "store")
+def trainer(tmp_path: Path) -> Offering:
+    return Offering(tmp_path / "store")
 
 
 @pytest.fixture
-def puller(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Puller:
+def puller(trainer: Offering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Puller:
     monkeypatch.setattr(pulling, "FIRST_PAUSE_S", 0.01)
     grpo = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 2}}
     reader: Any = trainer.buffer
@@ -95,7 +68,7 @@ async def test_without_an_offer_there_is_nothing_to_install(puller: Puller) -> N
     assert await settle(puller) is None
 
 
-async def test_what_is_whole_may_be_installed(puller: Puller, trainer: Trainer) -> None:
+async def test_what_is_whole_may_be_installed(puller: Puller, trainer: Offering) -> None:
     trainer.offer(1)
     assert await puller.look("me", None) is None  # it has only begun
     epoch = await settle(puller)
@@ -106,7 +79,7 @@ async def test_what_is_whole_may_be_installed(puller: Puller, trainer: Trainer) 
     assert puller._task is None
 
 
-async def test_the_file_stays_as_it_is_until_it_is_installed(puller: Puller, trainer: Trainer) -> None:
+async def test_the_file_stays_as_it_is_until_it_is_installed(puller: Puller, trainer: Offering) -> None:
     trainer.offer(1)
     await settle(puller)
     trainer.offer(2)
@@ -114,7 +87,7 @@ async def test_the_file_stays_as_it_is_until_it_is_installed(puller: Puller, tra
     assert version_in(await settle(puller, ("t1", 1))) == 2
 
 
-async def test_law_2_what_no_work_may_begin_with_gives_way_to_the_newest(puller: Puller, trainer: Trainer) -> None:
+async def test_law_2_what_no_work_may_begin_with_gives_way_to_the_newest(puller: Puller, trainer: Offering) -> None:
     trainer.offer(1)
     await settle(puller)
     trainer.offer(3)
@@ -125,7 +98,7 @@ async def test_law_2_what_no_work_may_begin_with_gives_way_to_the_newest(puller:
 
 @pytest.mark.parametrize("newest", [(4, "t1"), (1, "t2")])
 async def test_the_fetch_of_what_is_over_ends(
-    puller: Puller, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, newest: tuple[int, str]
+    puller: Puller, trainer: Offering, monkeypatch: pytest.MonkeyPatch, newest: tuple[int, str]
 ) -> None:
     trainer.offer(1)
     reached = threading.Event()
@@ -147,7 +120,7 @@ async def test_the_fetch_of_what_is_over_ends(
     assert puller.problem is None
 
 
-async def test_law_4_a_rewound_version_is_not_installed(puller: Puller, trainer: Trainer) -> None:
+async def test_law_4_a_rewound_version_is_not_installed(puller: Puller, trainer: Offering) -> None:
     trainer.offer(2)
     await settle(puller)
     before, trainer.buffer.offer = trainer.buffer.offer, None
@@ -160,7 +133,7 @@ async def test_law_4_a_rewound_version_is_not_installed(puller: Puller, trainer:
     assert (epoch.timeline, version_in(epoch)) == ("t2", 1)
 
 
-async def test_what_is_missing_is_said_and_tried_again_after_a_pause(puller: Puller, trainer: Trainer) -> None:
+async def test_what_is_missing_is_said_and_tried_again_after_a_pause(puller: Puller, trainer: Offering) -> None:
     trainer.offer(1)
     names = [name for name in trainer.store.list_objects("weights") if "/blocks/" in name]
     kept = {name: trainer.store.read(name) for name in names}
@@ -175,7 +148,7 @@ async def test_what_is_missing_is_said_and_tried_again_after_a_pause(puller: Pul
     assert puller.problem is None
 
 
-async def test_what_is_not_an_offer_is_refused_with_words(puller: Puller, trainer: Trainer) -> None:
+async def test_what_is_not_an_offer_is_refused_with_words(puller: Puller, trainer: Offering) -> None:
     trainer.offer(1)
     assert trainer.buffer.offer is not None
     trainer.buffer.offer = msgspec.structs.replace(trainer.buffer.offer, rendezvous=b"\xc1")
@@ -184,7 +157,7 @@ async def test_what_is_not_an_offer_is_refused_with_words(puller: Puller, traine
     assert "offer" in puller.problem
 
 
-async def test_unverified_weights_are_tried_again_from_what_is_here(puller: Puller, trainer: Trainer) -> None:
+async def test_unverified_weights_are_tried_again_from_what_is_here(puller: Puller, trainer: Offering) -> None:
     trainer.offer(1)
     await settle(puller)
     puller.fail("the probe differs")

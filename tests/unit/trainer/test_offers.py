@@ -14,7 +14,7 @@ import torch
 from headrace.base.errors import ServiceError, WrongTimeline
 from headrace.config import Config
 from headrace.replay import BufferRetry, Replica
-from headrace.run.object_store import RunStore
+from headrace.run.object_store import OFFERS, RunStore, StoreStatus, list_problems, write_status
 from headrace.run.weight_store import PulledWeights
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Manifest
@@ -69,7 +69,11 @@ class Trainer:
         self.store = RunStore(f"file://{folder}/r")
         grpo = {"async_grpo": {"enabled": True, "max_trajectory_age_steps": 1}}
         buffer: Any = self.buffer
-        self.offers = Offers(Config.model_validate({"grpo": grpo}), self.store, buffer, BufferRetry(5.0), "t1")
+        run, checkpointing = {"id": "r", "dir": str(folder / "runs")}, {"store": f"file://{folder}"}
+        self.config = Config.model_validate({"grpo": grpo, "run": run, "checkpointing": checkpointing})
+        self.config.checkpoint_folder.mkdir(parents=True)
+        self.replay = buffer
+        self.offers = Offers(self.config, self.store, buffer, BufferRetry(5.0), "t1")
 
     async def offer(self, version: int) -> None:
         async def at_once(work: Callable[[], Any]) -> Any:
@@ -161,11 +165,25 @@ async def test_a_store_that_fails_is_tried_again(trainer: Trainer, monkeypatch: 
         await trainer.offer(0)
     assert trainer.buffer.offered == []
     assert not trainer.is_due(0)  # there is a pause
+    folder = trainer.config.checkpoint_folder
+    (line,) = list_problems(folder)
+    assert "version 0 of the weights" in line
+    assert "the store is gone" in line
+    assert [trainer.offers.take_metrics()["offer_failures"] for _ in range(2)] == [1.0, 0.0]
     monkeypatch.setattr(trainer.offers, "_not_before", 0.0)
     assert trainer.is_due(0)
     await trainer.offer(0)
     assert [version for _, version, *_ in trainer.buffer.offered] == [0]
     trainer.offers.poll()
+    assert list_problems(folder) == []
+
+
+async def test_what_an_earlier_trainer_could_not_send_is_no_more_said(trainer: Trainer) -> None:
+    folder = trainer.config.checkpoint_folder
+    write_status(folder, StoreStatus(trainer.store.url, 3, "version 4 of the weights can't be pulled"), OFFERS)
+    assert list_problems(folder) != []
+    Offers.of(trainer.config, trainer.replay, BufferRetry(5.0), "t1")
+    assert list_problems(folder) == []
 
 
 async def test_law_4_a_trainer_that_was_replaced_removes_nothing_and_ends(trainer: Trainer) -> None:
@@ -197,6 +215,7 @@ async def test_nothing_else_is_due_while_a_version_is_sent(trainer: Trainer, mon
     assert events.is_running()
 
 
-def test_a_run_without_a_store_offers_nothing() -> None:
+def test_a_run_without_a_store_offers_nothing(tmp_path: Path) -> None:
     nothing: Any = None
-    assert offers.Offers.of(Config(), nothing, nothing, "t1") is None
+    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}})
+    assert offers.Offers.of(config, nothing, nothing, "t1") is None

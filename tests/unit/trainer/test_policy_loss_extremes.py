@@ -178,7 +178,7 @@ def test_a_kl_weight_that_overflows_counts_nothing() -> None:
 
 @pytest.mark.parametrize(("reference", "expected"), [(-1.0, 0.0), (math.nan, math.nan)])
 @pytest.mark.parametrize("limit", [None, 10.0])
-def test_an_infinite_kl_with_a_weight_that_overflows_is_0_and_nan_stays(
+def test_an_infinite_kl_whose_weight_overflows_is_0_and_nan_stays(
     reference: float, expected: float, limit: float | None
 ) -> None:
     config = LossConfig(

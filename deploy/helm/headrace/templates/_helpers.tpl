@@ -50,6 +50,9 @@ torchrun: 29500
   "rollout" (merge (dict "trainer" "all") $redis)
   "trainer" (merge (dict "rollout" "all") $redis)
   "reward" (dict) -}}
+{{- if or .Values.secrets.pull (contains "weights_from: store" .Values.config) -}}
+{{- $_ := set $arrows.rollout "rollout" (list $ports.rollout) -}}
+{{- end -}}
 {{- if gt (int .Values.trainer.nodes) 1 -}}
 {{- $_ := set $arrows.trainer "trainer" "all" -}}
 {{- end -}}
