@@ -27,7 +27,7 @@ SERVICES: tuple[Target, ...] = ("server", "replay", "reward", "environment", "ro
 # Those that come again and again; the queue is closed once, near the end.
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock"),
+    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock", "node"),
     "replay": ("kill", "stop", "cut", "clock", "proxy", "node"),
     "reward": ("kill", "stop", "cut", "clock", "proxy", "thief", "node"),
     "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "raises", "cut", "node"),

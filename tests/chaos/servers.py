@@ -29,10 +29,10 @@ PAIR = ("redis-a", "redis-b")
 _SENTINELS = {"sentinel-1": 15, "sentinel-2": 16, "sentinel-3": 17}
 _SENTINEL_PORT = 26379
 _SERVICE = "buffer"
-# What a Sentinel is told: the primary is down once two of them have not heard of it for three seconds.
+# What a Sentinel is told: the primary is down once two of them have not heard of it for five seconds.
 _WATCHED = f"""
 sentinel monitor {_SERVICE} {{primary}} {PORT} 2
-sentinel down-after-milliseconds {_SERVICE} 3000
+sentinel down-after-milliseconds {_SERVICE} 5000
 sentinel failover-timeout {_SERVICE} 10000
 """
 

@@ -116,7 +116,7 @@ def test_sentinels_are_struck_in_every_phase() -> None:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_machine_is_lost_that_the_run_can_do_without(topology: Topology) -> None:
-    """A trainer's only where its checkpoints are in a store."""
+    """A trainer's only where its checkpoints are in a store, and a server's only where a replica can take its place."""
 
     def lost(**shape: bool) -> set[str]:
         return {fault.target for fault in make_plan(1, 140, topology, **shape) if fault.kind == "node"}
@@ -125,7 +125,7 @@ def test_every_machine_is_lost_that_the_run_can_do_without(topology: Topology) -
         assert lost() == {"environment"}
         assert lost(store=True) == {"environment", "up"}
         return
-    always = {"replay", "reward", "environment", "rollout"}
+    always = {"replay", "reward", "environment", "rollout"} | ({"server"} if topology == "external" else set())
     assert lost() == always
     assert lost(store=True, episodes=True) == always | {"trainer", "agents"}
 
