@@ -222,6 +222,20 @@ async def test_what_a_parent_will_not_have_is_not_waited_for(run: Run, impatient
     assert run.fetched(2, "store") > 0
 
 
+async def test_a_parent_without_one_thing_is_asked_for_the_next(run: Run) -> None:
+    run.offer(1)
+    await run.install(2)
+    run.weights = run.weights.copy()
+    run.weights[::50] += 1
+    run.weights[SIZE // 4 :] += 1
+    run.trainer.offer(2, run.weights)  # half of the blocks have a patch
+    await run.install(0)  # which lacks version 1, so it fetches blocks alone
+    before = run.fetched(2, "store"), run.fetched(2, "replicas")
+    await run.install(2)
+    assert 0 < run.fetched(2, "store") - before[0] < SIZE // 4
+    assert run.fetched(2, "replicas") - before[1] >= SIZE // 2
+
+
 async def test_a_parent_has_not_more_to_do_than_it_can(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.offer(1)
     await run.install(0)
