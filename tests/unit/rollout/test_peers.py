@@ -324,9 +324,19 @@ def test_where_others_reach_a_replica(host: str, buffer: str, own: str | None, m
         ("http://127.0.0.1:1", "redis://127.0.0.1:1/0", False, True),
         (None, "redis://127.0.0.1:1/0", False, False),
         (7, "redis://127.0.0.1:1/0", False, False),
+        ("http://[", "redis://127.0.0.1:1/0", False, False),
     ],
 )
 def test_who_is_given_the_token(url: Any, buffer: str, insecure: bool, asked: bool) -> None:
     config = Config.model_validate({"security": {"insecure": insecure}, "replay": {"redis_url": buffer}})
     found = [("r", {} if url is None else {"serves": url, "url": "https://r.internal:1"})]
     assert [peer.replica for peer in Peers(config).of(found, lambda: False)] == (["r"] if asked else [])
+
+
+def test_authorities_that_cannot_be_read_cost_no_version(tmp_path: Path) -> None:
+    security = {"tls_ca": str(tmp_path / "none.pem")}
+    config = Config.model_validate({"security": security, "replay": {"redis_url": "rediss://10.0.0.9:1/0"}})
+    url = "https://10.0.0.1:1"
+    (peer,) = Peers(config).of([("r", {"serves": url, "url": url})], lambda: False)
+    assert peer.read("t1", 1, "offers/1.json") is None
+    assert "none.pem" in str(peer.problem)
