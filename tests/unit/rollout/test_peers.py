@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from headrace.base.errors import ReplayUnavailable
 from headrace.config import Config
 from headrace.net.credentials import Credentials
 from headrace.net.http_access import HttpAccess
@@ -105,6 +106,16 @@ async def test_the_store_sends_few_copies_however_many_pull(run: Run) -> None:
     assert [run.fetched(place, "replicas") for place in range(FAN_OUT)] == [0] * FAN_OUT
     assert all(run.fetched(place, "store") == 0 for place in range(FAN_OUT, REPLICAS))
     assert run.replicas[0].puller.served.served_bytes > 2 * SIZE
+
+
+async def test_a_buffer_that_does_not_answer_leaves_the_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(replica: str) -> Any:
+        raise ReplayUnavailable("no route")
+
+    monkeypatch.setattr(run.buffer, "parents", fail)
+    run.offer(1)
+    await run.install(0, 2)
+    assert run.fetched(2, "replicas") == 0
 
 
 async def test_who_comes_late_gets_all_from_the_others(run: Run) -> None:
