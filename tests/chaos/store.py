@@ -31,7 +31,7 @@ class Objects(MutableMapping[str, Stored]):
     def __getitem__(self, name: str) -> Stored:
         try:
             meta, _, data = self._path(name).read_bytes().partition(b"\n")
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):  # the whole bucket
             raise KeyError(name) from None
         return Stored(data, json.loads(meta))
 
