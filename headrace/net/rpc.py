@@ -33,6 +33,9 @@ _KEEP_ALIVE = [
     # otherwise a server treats a caller that pings this often as an attacker
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
 ]
+# Of a server that may not accept pings: these are as rare as anybody's. The timeout is TCP's, too: it closes a connection on which nothing
+# arrives of what was sent, and not only after the quarter of an hour that it waits by itself for a machine that is gone.
+_WITHOUT_PINGS = [("grpc.keepalive_time_ms", 3_600_000), ("grpc.keepalive_timeout_ms", 10_000)]
 # For every server, of callers of whom nothing is known yet. Metadata has a limit of its own in gRPC: 16 KiB, of which it promises 8.
 _STRANGERS = [
     ("grpc.server_handshake_timeout_ms", 15_000),  # TLS and the first frame of HTTP/2
@@ -97,13 +100,13 @@ def channel(
     """Return a channel to `target` (host:port) that keeps trying to connect, at least every few seconds.
 
     It is encrypted if `security` requires it. `token` returns the caller's token for each call (not for streams). With `keep_alive` it
-    detects a server that fell silent; the server must be Headrace's, as others don't accept so many pings. With `proxied`, for a user's own
-    server, the proxy in the environment leads to a target that is not on this machine. Raises `ConfigError` for a `security.tls_ca` that
-    can't be read.
+    detects a server that fell silent, also while it waits for an answer; the server must be Headrace's, as others don't accept so many
+    pings. With `proxied`, for a user's own server, the proxy in the environment leads to a target that is not on this machine. Raises
+    `ConfigError` for a `security.tls_ca` that can't be read.
     """
     options = [
         *_limits(max_message_bytes),
-        *(_KEEP_ALIVE if keep_alive else []),
+        *(_KEEP_ALIVE if keep_alive else _WITHOUT_PINGS),
         ("grpc.enable_http_proxy", int(proxied and not target_is_local(target))),
         ("grpc.max_reconnect_backoff_ms", 3000),
     ]

@@ -25,7 +25,7 @@ from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnecti
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -64,6 +64,8 @@ CONNECTIONS = 32
 # How much asyncio reads from the socket at a time: replies contain megabytes of payloads.
 READ_BYTES = 256 * 1024
 _TIMEOUTS = {"socket_connect_timeout": 5.0, "socket_timeout": 30.0}
+# Of a question to a Sentinel, which others can answer as well: one that is gone or hangs must not hold a failover up.
+_SENTINEL_TIMEOUTS = {"socket_connect_timeout": 2.0, "socket_timeout": 2.0}
 _TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _SENTINEL = re.compile(r"sentinel://(?P<login>[^@/]*@)?(?P<hosts>[^/?]+)/(?P<service>[^/?]+)(?P<rest>.*)")
 _SENTINEL_PORT = 26379
@@ -234,7 +236,8 @@ def _sentinel_pool(url: str, retries: int) -> BlockingConnectionPool:
     addresses = [
         host.rpartition(":") if ":" in host else (host, ":", _SENTINEL_PORT) for host in match["hosts"].split(",")
     ]
-    sentinel = Sentinel([(host, int(port)) for host, _, port in addresses], sentinel_kwargs={**_TIMEOUTS, **plain})
+    asking = {**_SENTINEL_TIMEOUTS, **plain, "retry": Retry(NoBackoff(), 0)}
+    sentinel = Sentinel([(host, int(port)) for host, _, port in addresses], sentinel_kwargs=asking)
     return BlockingConnectionPool(
         connection_class=_SentinelTLS if tls else _AskSentinels,
         primary=functools.partial(sentinel.discover_master, match["service"]),

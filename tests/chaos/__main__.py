@@ -2,8 +2,8 @@
 
     python -m tests.chaos --faults 100 --seed 7
 
-A run takes up to 34 faults (39 under `headrace up` and of episodes), every process in every phase once; more faults are as many runs, with
-seeds one after the other. Runs go round the embedded server, two servers of their own, and `headrace up`, unless --server names one; every
+A run takes up to 34 faults, and five more for each thing that not every run has (plan.py); more faults are as many runs, with seeds one
+after the other. Runs go round the embedded server, two servers of their own, and `headrace up`, unless --server names one; every
 other one that `headrace up` does not start is of episodes.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from tests.chaos import runs
-from tests.chaos.plan import Topology, has_episodes, topology_of, whole
+from tests.chaos.plan import Topology, has_episodes, make_shape, topology_of
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
         if options.episodes and topology == "up":
             topology = "embedded"
         episodes = options.episodes or (topology != "up" and has_episodes(seed))
-        faults = min(whole(topology, episodes=episodes), left)
+        faults = min(make_shape(seed, left, topology, episodes=episodes).whole, left)
         place = folder / f"seed-{seed}"
         place.mkdir(parents=True)
         verdict = runs.run(seed, faults, topology, model.absolute(), place.absolute(), episodes=episodes)

@@ -24,6 +24,7 @@ _WORDS = {
         "the engine does not answer",
         "the embedded server ended",
         "the buffer's server lost",
+        "can't be reached, or fails",  # the object store
     ),
     _MUST_BE_MENDED: (
         "can't write",
@@ -37,7 +38,7 @@ _MAX_ATTEMPTS = 3  # the default
 _CLOCK_TOLERANCE_S = 60
 _MINUTE_S = 65.0  # by the driver's clock, which sees a death before the service does
 # Faults that an environment fails of, or is late for. (One that is dead or overloaded has begun nothing.)
-_CHARGED = {"stop", "slow", "bad_answers", "raises", "cut"}
+_CHARGED = {"stop", "slow", "bad_answers", "raises", "cut", "node"}
 _CALLS = 5  # of an episode
 
 
@@ -113,6 +114,18 @@ def records_agree(e: Evidence) -> Iterator[str]:
     # on a busy machine the watcher misses steps
     if lineage and all(_seen(e, batch) is None for batch in lineage):
         yield "none of the steps was seen in the buffer: the records can't be checked"
+
+
+def the_store_has_the_run(e: Evidence) -> Iterator[str]:
+    """The newest weights are in the object store when the trainer has ended, and each checkpoint that is listed there is whole."""
+    if e.stored is None:
+        return
+    for stored in e.stored:
+        if stored.wrong:
+            yield f"checkpoint {stored.version} in the store lacks {stored.wrong[0]}, …"
+    newest = [(checkpoint.version, checkpoint.timeline) for checkpoint in e.checkpoints[-1:]]
+    if not set(newest) <= {(stored.version, stored.timeline) for stored in e.stored}:
+        yield f"the store has not the newest checkpoint {newest}"
 
 
 def none_is_over_age(e: Evidence) -> Iterator[str]:
@@ -363,6 +376,7 @@ LAWS: tuple[Law, ...] = (
     none_is_trained_twice,
     steps_are_whole,
     records_agree,
+    the_store_has_the_run,
     none_is_over_age,
     groups_are_complete,
     rewound_steps_are_unchanged,

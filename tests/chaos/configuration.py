@@ -6,9 +6,8 @@ import json
 import random
 from pathlib import Path
 
-from tests.chaos.plan import Shape, Topology
+from tests.chaos.plan import YOURS, Shape, Topology
 from tests.chaos.servers import PORT
-from tests.support.network import SUBNET
 
 RUN = "chaos"
 # Places between prompts that can't be scored: two of them, and nothing else in flight, can't be told from a broken environment, and the run
@@ -20,7 +19,10 @@ HTTP = {"replay": 8390, "reward": 8391, "trainer": 8392, "rollout": 8393, "agent
 # machines, and the last number of each one's address
 HOSTS = {"replay": 4, "reward": 5, "environment": 6, "rollout-1": 7, "rollout-2": 8, "trainer": 9}
 RUNNERS = {"agents-1": 12, "agents-2": 13}
-HOSTS_UNDER_UP = {"up": 4, "environment": 6}
+_UP_HOST = 4
+STORE = "s3://bucket/runs"
+STORE_PORT = 50500
+_STORE_HOST = 14
 VALIDATED = 3  # prompts of a validation
 _VALIDATED_EVERY = 3  # steps
 # of a single completion, and of an episode of five short ones
@@ -33,38 +35,35 @@ _CLOCKS = "call_s: 20, think_s: 20, episode_s: 90, finish_s: 10, retry_grace_s: 
 
 def services(shape: Shape) -> dict[str, int]:
     """The processes of a run, besides `headrace up`, with the last numbers of their own addresses."""
-    return HOSTS | RUNNERS if shape.episodes else HOSTS
+    return HOSTS | (RUNNERS if shape.episodes else {}) | ({"store": _STORE_HOST} if shape.store else {})
 
 
 def hosts(shape: Shape) -> dict[str, int]:
-    return HOSTS_UNDER_UP if shape.topology == "up" else services(shape)
+    yours: dict[str, int] = {name: host for name, host in services(shape).items() if name in YOURS}
+    return {"up": _UP_HOST, **yours} if shape.topology == "up" else services(shape)
 
 
 def machine_of(service: str, topology: Topology) -> str:
-    return "up" if topology == "up" and service != "environment" else service
+    return "up" if topology == "up" and service not in YOURS else service
 
 
 def configuration(
-    shape: Shape, model: Path, folder: Path, problems: Path, held_out: Path, server_address: str, replicas: int
+    shape: Shape, model: Path, folder: Path, problems: Path, held_out: Path, server: str, replicas: int
 ) -> str:
-    """The run's YAML. `replicas` are those that `headrace up` starts. What is counted (attempts, shares, retries) has its default. What is
-    set here is small, for a tiny model on a busy machine, or short: each time is to the others as their defaults are, about, but a fault
-    that outlasts the default lease or the default time limit of an environment would take a minute, and a run of 31 hours. Only
-    `fleet_deadline_s` is longer: on a busy machine an engine needs minutes to start."""
-    machines = hosts(shape)
-    address = {name: f"{SUBNET}.{machines[machine_of(name, shape.topology)]}" for name in HOSTS}
+    """The run's YAML. `server` is what it says of the buffer's server. `replicas` are those that `headrace up` starts. What is counted
+    (attempts, shares, retries) has its default. What is set here is small, for a tiny model on a busy machine, or short: each time is to
+    the others as their defaults are, about, but a fault that outlasts the default lease or the default time limit of an environment would
+    take a minute, and a run of 31 hours. Only `fleet_deadline_s` is longer: on a busy machine an engine needs minutes to start."""
+    host = {name: machine_of(name, shape.topology) for name in HOSTS}  # by its name: its address may change
     # under `up` the replicas are on one machine
     port = 0 if shape.topology == "up" else HTTP["rollout"]
-    server = (
-        f"redis_url: redis://{server_address}:{PORT}/0"
-        if shape.topology == "external"
-        else f"redis_host: {server_address}"
-    )
     ahead = f"ahead_steps: {shape.max_age + 1}" if shape.policy != "ordered" else ""
     program = ", episodes: true, public: [mood]" if shape.episodes else ""
     program += ", grader: judge" if shape.graded else ""
-    grader = f'\n  judge: {{target: "{address["environment"]}:50400", timeout_s: 10}}' if shape.graded else ""
+    grader = f'\n  judge: {{target: "{host["environment"]}:50400", timeout_s: 10}}' if shape.graded else ""
     agents = f"agents: {{http_port: {HTTP['agents']}, slots: 12, {_CLOCKS}}}" if shape.episodes else ""
+    store = f", store: {STORE}" if shape.store else ""
+    validators = shape.validators if replicas > 1 else 0
     return f"""
 run: {{id: {RUN}, dir: {folder}/runs}}
 grpo:
@@ -91,11 +90,11 @@ data:
   train: {{data_path: {problems}, env_name: paced}}
   validation: {{data_path: {held_out}, env_name: paced}}
 env:
-  paced: {{target: "{address["environment"]}:50400", timeout_s: 10{program}}}{grader}
+  paced: {{target: "{host["environment"]}:50400", timeout_s: 10{program}}}{grader}
 replay:
   {server}
   redis_port: {PORT}
-  host: {address["replay"]}
+  host: {host["replay"]}
   port: {HTTP["replay"]}
   lease_s: {LEASE_S}
   scoring_deadline_s: 12
@@ -107,12 +106,13 @@ rollout:
   heartbeat_s: 0.5
   dead_after_s: {DEAD_AFTER_S}
   save_partial_tokens: 16
-reward: {{host: {address["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
-trainer: {{host: {address["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200}}
+reward: {{host: {host["reward"]}, http_port: {HTTP["reward"]}, workers: 1}}
+trainer: {{host: {host["trainer"]}, port: {HTTP["trainer"]}, num_threads: 1, fleet_deadline_s: 1200,
+  validation_replicas: {validators}}}
 weight_channel: {{timeout_s: 8}}
 security: {{insecure: true}}
 {agents}
-checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null}}
+checkpointing: {{save_period: {shape.save_period}, keep_top_k: 3, metric_name: null{store}}}
 """
 
 

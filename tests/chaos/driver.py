@@ -28,10 +28,12 @@ import msgpack
 from headrace.replay.connection import keeping_cancellation
 from tests.chaos import clocks
 from tests.chaos.clocks import Clocks
+from tests.chaos.conduct import Conduct
 from tests.chaos.configuration import (
     HTTP,
     LEASE_S,
     RUN,
+    STORE_PORT,
     configuration,
     hosts,
     machine_of,
@@ -39,13 +41,13 @@ from tests.chaos.configuration import (
     write_held_out,
     write_problems,
 )
-from tests.chaos.environment import Conduct
 from tests.chaos.faults import ENGINE, Faults, Rival, View, noise
-from tests.chaos.plan import LONG, Fault, Shape, Target, Topology, make_plan, make_shape
+from tests.chaos.plan import LONG, YOURS, Fault, Kind, Shape, Target, Topology, make_plan, make_shape
 from tests.chaos.processes import Process, Supervised, Victim, child_named
 from tests.chaos.servers import PAIR, PORT, Embedded, External, Servers
 from tests.chaos.watch import Away, Buffer, Glance, Login, Member, writing_checkpoint
 from tests.support.network import Network
+from tests.support.s3_server import environ
 from tests.support.waiting import eventually
 
 log = logging.getLogger("chaos")
@@ -98,8 +100,10 @@ class Driver:
         self._undone = 0  # faults that are over
         self._run = folder / "runs" / RUN
         self._checkpoints = self._run / "checkpoints"
-        self._conduct = Conduct(folder / "conduct")
+        self._conduct, self._of_store = Conduct(folder / "conduct"), Conduct(folder / "conduct_of_store")
         self._conduct.tell()
+        self._of_store.tell()
+        (folder / "store").mkdir()
         problems = folder / "problems.jsonl"
         self._deadly = write_problems(problems, shape, seed)
         self._murdered: list[Murder] = []
@@ -111,9 +115,10 @@ class Driver:
         for place in (self._checkpoints, *([external / name for name in PAIR] if pair else [server_disk])):
             place.mkdir(parents=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", _DISK, "tmpfs", str(place)], check=True)
-        self._network = Network()
-        machines = {name: self._network.add(name, host) for name, host in hosts(shape).items()}
-        self._addresses = {name: machines[machine_of(name, shape.topology)] for name in services(shape)}
+        self._network = Network(folder / "hosts")
+        self._hosts = iter(range(20, 100))  # of machines to come
+        for name, host in hosts(shape).items():
+            self._network.add(name, host)
         self._clocks = Clocks(folder / "clocks")
         # those whose clock is moved, and no others, run with a library that can do so
         self._moved = {fault.target for fault in plan if fault.kind == "clock"}
@@ -121,12 +126,12 @@ class Driver:
         self._last: Process
         self._processes: dict[str, Victim] = {}
         if shape.topology == "up":
-            self._processes["environment"] = self._service("environment")
+            self._processes |= {name: self._service(name) for name in services(shape) if name in YOURS}
             self._last = self._service("up")
             self._processes |= {
                 name: Supervised(name, self._last, self._run / "logs" / f"{name}.log")
                 for name in services(shape)
-                if name != "environment"
+                if name not in YOURS
             }
             self._processes["up"] = self._last
         else:
@@ -134,23 +139,23 @@ class Driver:
             self._last = self._own("trainer")
         self.servers: Servers
         if pair:
-            self.servers = External(self._network, self._environ, external, seed, duplicates=shape.duplicates)
+            kinds = {"duplicates": shape.duplicates, "sentinels": shape.sentinels}
+            self.servers = External(self._network, self._environ, external, seed, **kinds)
         else:
-            machine = machine_of("replay", shape.topology)
-            self.servers = Embedded(self._processes["replay"], machine, self._addresses["replay"], server_disk)
+            self.servers = Embedded(self._processes["replay"], machine_of("replay", shape.topology), server_disk)
         # A short run whose plan leaves replicas alone has one: the second's engine would be most of what such a run takes.
         self._alone = len(plan) < LONG and all(fault.target != "rollout" for fault in plan)
-        front, replicas = self.servers.front, 1 if self._alone else 2
-        self._config.write_text(configuration(shape, model, folder, problems, held_out, front, replicas))
+        setting, replicas = self.servers.setting, 1 if self._alone else 2
+        self._config.write_text(configuration(shape, model, folder, problems, held_out, setting, replicas))
         played = shape.episodes and not shape.graded
         self._buffer = Buffer(self.servers.address, PORT, RUN, self._login, played=played)
         self._glance: Glance | None = None
         self._rival = self._service(_RIVAL)
         self._rival.may_start.clear()
-        view = View(lambda: self._glance, self._clock_off, self._fleet)
+        view = View(lambda: self._glance, self._clock_off, self._fleet, self._renew)
         self._faults = Faults(
-            seed, folder, self._network, self.servers, self._processes, self._addresses, self._checkpoints, self._conduct,
-            self._clocks, view, Rival(self._rival, view),
+            seed, folder, self._network, self.servers, self._processes, self._checkpoints,
+            {"environment": self._conduct, "store": self._of_store}, self._clocks, view, Rival(self._rival, view),
         )  # fmt: skip
         self._open: dict[str, int | None] = {}  # episodes of each runner once the run was over, if it said so
         self._still = asyncio.Lock()  # while the others stand still nobody else dies
@@ -158,10 +163,13 @@ class Driver:
     def _service(self, name: str) -> Process:
         service = "trainer" if name == _RIVAL else name
         machine = machine_of(service, self.shape.topology)
-        address = self._addresses.get(service, self._addresses["trainer"])
+        address = self._network.address(machine)
         config = str(self._config)
         if name == "environment":
             argv = ["-m", "tests.chaos.environment", "50400", address, str(self._conduct.file)]
+        elif name == "store":
+            places = str(self.folder / "store"), str(self._of_store.file)
+            argv = ["-m", "tests.chaos.store", address, str(STORE_PORT), *places]
         elif name == "up":
             argv = ["-m", "headrace.cli", "up", config]
         elif name == _AFTERWARDS:
@@ -176,12 +184,16 @@ class Driver:
         own = {"HEADRACE_ROLLOUT__HOST": address, "VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": "eth0"}
         if service.startswith("agents"):
             own["HEADRACE_AGENTS__HOST"] = address
+        if name == _LATE and self.shape.puller:
+            own["HEADRACE_ROLLOUT__WEIGHTS_FROM"] = "store"
+        if self.shape.store:
+            own |= environ(f"http://store:{STORE_PORT}")
         if name == _RIVAL:
             own["HEADRACE_TRAINER__PORT"] = str(max(HTTP.values()) + 1)
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        environ = {**self._environ(machine), **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        return Process(name, [*self._network.enter(machine), sys.executable, *argv], environ, logs / f"{name}.log")
+        variables = {**self._environ(machine), **own, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        return Process(name, [*self._network.enter(machine), sys.executable, *argv], variables, logs / f"{name}.log")
 
     def _environ(self, machine: str) -> dict[str, str]:
         """Of a process on `machine`."""
@@ -189,6 +201,13 @@ class Driver:
         served = {"server"} if machine in PAIR or (machine == "replay" and self.shape.topology == "embedded") else set()
         moved = self._moved & ({machine.split("-")[0]} | served)
         return kept | (self._clocks.environ(machine) if moved else {})
+
+    def _renew(self, name: str) -> None:
+        """Another machine takes the place of the one that `name` ran on: it has the same name, another address, and nothing on its disk."""
+        self._network.add(name, next(self._hosts))
+        process, fresh = self._own(name), self._service(name)
+        process.argv, process.environ = fresh.argv, fresh.environ
+        self._rival.argv = self._service(_RIVAL).argv
 
     def _own(self, name: str) -> Process:
         process = self._processes[name]
@@ -217,7 +236,8 @@ class Driver:
         others = [process for process in self._started() if process is not self._last]
         keepers = [asyncio.create_task(self._join_late(p) if p.name == _LATE else p.keep()) for p in others]
         trainer = asyncio.create_task(self._last.keep(ends=True))
-        helpers = [asyncio.create_task(self._archive()), asyncio.create_task(self._look()), stopping]
+        watching = (self._archive(), self._look(), self.servers.follow())
+        helpers = [*(asyncio.create_task(work) for work in watching), stopping]
         striking = asyncio.create_task(self._strike_all())
         try:
             await self._first_of(striking, trainer, helpers, None, "the run ended before its faults were over")
@@ -300,8 +320,9 @@ class Driver:
         if self._glance:
             used = self._glance.next_step * self.shape.prompts_per_step + self._glance.untrained
         left = [fault for fault in self.plan[self._undone :] if fault.phase != "closed"]
-        room = (prompts - used) / self.shape.prompts_per_step / len(left) if left else 0.0
-        pace = 0.0 if not left else 0.5 if room > 4 else 2.0 if room > 2 else 5.0
+        # one more than they are: the last may leave the pipeline at work for as long as it lasts
+        room = (prompts - used) / self.shape.prompts_per_step / (len(left) + 1)
+        pace = 0.0 if not left else 0.5 if room > 6 else 2.0 if room > 4 else 5.0
         if pace != self._conduct.pace:
             self._conduct.tell(pace=pace)
 
@@ -316,16 +337,16 @@ class Driver:
         if await self._try(self._buffer.glance) is None:
             return False
         if fault.target in ("rollout", "agents"):
-            return await self._at_work(fault.target) is not None
-        if fault.target == "server":
+            return await self._at_work(fault.target, fault.kind) is not None
+        if fault.target in ("server", "sentinel"):
             return self.servers.up()
-        if fault.target == "environment":
-            return self._there(fault, "environment")
+        if fault.target in YOURS:
+            return self._there(fault, fault.target)
         if fault.target == "up":
             return all([await self._page(service, "/readyz") for service in ("replay", "reward", "trainer")])
         return await self._page(fault.target, "/readyz") is not None
 
-    async def _at_work(self, target: Target) -> str | None:
+    async def _at_work(self, target: Target, kind: Kind) -> str | None:
         """A replica that generates, or a runner that plays, of several any. Replicas that answer calls of episodes hold nothing."""
         if target == "rollout" and self.shape.episodes:
             fleet = await self._fleet()
@@ -333,16 +354,18 @@ class Driver:
         else:
             held = await self._try(self._buffer.held_by_pid) or {}
             busy = [name for name, process in self._processes.items() if held.get(process.pid or -1)]
-        return next((name for name in busy if name.startswith(target)), None)
+        # one that pulls its weights fails no refit of the fleet: it comes back under another name, and is not quarantined
+        spared = {_LATE} if kind == "noise" and self.shape.puller else set()
+        return next((name for name in busy if name.startswith(target) and name not in spared), None)
 
     async def _catch(self, fault: Fault) -> tuple[str, str, tuple[tuple[str, ...], ...]]:
         """Wait for the phase, hold everything still in the middle of it, and strike. Returns the victim, what was done, and which groups
         were held (`Struck.held`)."""
         several = fault.target in ("rollout", "agents")
-        victim: str | None = await self._at_work(fault.target) if several else fault.target
+        victim: str | None = await self._at_work(fault.target, fault.kind) if several else fault.target
         while True:
             if several and (fault.phase == "generation" or victim is None):
-                victim = await self._at_work(fault.target)
+                victim = await self._at_work(fault.target, fault.kind)
             if victim is not None and self._there(fault, victim) and await self._shows(fault):
                 async with self._still:
                     stopped: set[str] = set()
@@ -392,7 +415,7 @@ class Driver:
                 log.info("%s has killed %s, which held %d groups", self._deadly, victim.name, len(groups))
 
     def _there(self, fault: Fault, victim: str) -> bool:
-        if victim == "server":
+        if victim in ("server", "sentinel"):
             return self.servers.up()
         pid = self._processes[victim].pid
         return pid is not None and (fault.kind != "kill_engine" or child_named(pid, ENGINE) is not None)
@@ -424,7 +447,9 @@ class Driver:
 
     async def _page(self, service: str, path: str) -> str | None:
         """A service's page with its head, None if it does not answer with 200."""
-        host, port = self._addresses[service], HTTP[service.split("-")[0]]
+        machine, port = machine_of(service, self.shape.topology), HTTP[service.split("-")[0]]
+        # as their configuration names them: runners by their addresses
+        host = self._network.address(machine) if service.startswith("agents") else machine
         request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nAuthorization: Bearer {self._token('reader')}\r\n\r\n"
         try:
             async with asyncio.timeout(2.0):
@@ -551,7 +576,7 @@ def main() -> int:
     log.info("seed %s, %s faults: %s; in %s", seed, faults, shape, folder)
     if lacks := clocks.missing():
         log.info("no clock is moved: %s", lacks)
-    plan = make_plan(int(seed), int(faults), shape.topology, LEASE_S, clocks=lacks is None, episodes=episodes)
+    plan = make_plan(int(seed), int(faults), shape, LEASE_S, clocks=lacks is None)
     try:
         asyncio.run(Driver(shape, plan, int(seed), Path(model), Path(folder)).run())
     except ChaosError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import secrets
 import sys
@@ -29,32 +28,12 @@ from headrace.net.service import stop_on_signals
 from headrace.v1 import environment_pb2 as pb
 from headrace.v1 import environment_pb2_grpc as pb_grpc
 from headrace.v1 import episode_pb2, trajectory_pb2
+from tests.chaos.conduct import Conduct
 
 # Of a score while the environment is slow: more than `env.paced.timeout_s`.
 SLOW_S = 15.0
 # Of an episode.
 CALLS = 5
-
-
-@dataclasses.dataclass
-class Conduct:
-    """What the environment is told, through a file: seconds that a score takes, and whether it is "well", "slow", "overloaded", gives
-    "bad_answers" or "raises" what its carrier could take for something of its own."""
-
-    file: Path
-    pace: float = 0.5
-    mood: str = "well"
-
-    def tell(self, *, pace: float | None = None, mood: str | None = None) -> None:
-        self.pace = self.pace if pace is None else pace
-        self.mood = self.mood if mood is None else mood
-        fresh = self.file.with_suffix(".new")
-        fresh.write_text(f"{self.pace} {self.mood}")
-        fresh.rename(self.file)
-
-    def heard(self) -> tuple[float, str]:
-        pace, mood = self.file.read_text().split()
-        return float(pace), mood
 
 
 class Unspeakable(Exception):

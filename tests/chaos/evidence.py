@@ -8,6 +8,7 @@ metrics.jsonl         what the trainer says happened: train, validation and rewi
 held_out.jsonl        the prompts of a validation
 observed.jsonl        batches as they lay in Redis while they were reserved, seen by the driver
 buffer.msgpack        every key of the run in Redis, once it was over
+store/                the objects of the object store
 logs/up.log           what `headrace up` said
 """
 
@@ -15,16 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import itertools
 import json
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
 from pyroaring import BitMap
+
+from tests.chaos.store import Objects
 
 ENDS = ("failed", "filtered", "unused")
 
@@ -90,6 +95,15 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """A checkpoint in the object store. `wrong`: objects that are not there as its manifest says."""
+
+    version: int
+    timeline: str
+    wrong: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Line:
     """Of metrics.jsonl: `kind` train, validation or rewind. `groups`: of a validation, how many were evaluated, failed, are pending."""
 
@@ -152,7 +166,7 @@ class Evidence:
     faults that hit the environment. `held_out`: prompts of a validation. `killed`: names of what was killed by faults or by the deadly
     prompt, once for each time. Under `headrace up`: `restarted`, and `said` is what it printed (else None). `episodes`: every trajectory is
     one. `open`: those that each runner had open in the end, if it said so. `kept`: keys of payloads and scores that no group names.
-    `bytes_held`: by the run's count, and by those of its groups.
+    `bytes_held`: by the run's count, and by those of its groups. `stored`: checkpoints in the object store, None if the run has none.
     """
 
     prompts_per_step: int
@@ -165,6 +179,7 @@ class Evidence:
     lost_writes: tuple[float, ...]
     server_killed: tuple[float, ...]
     checkpoints: tuple[Checkpoint, ...]
+    stored: tuple[Stored, ...] | None
     lineage: tuple[Batch, ...]
     lines: tuple[Line, ...]
     observed: tuple[Batch, ...]
@@ -200,6 +215,7 @@ def read(folder: Path) -> Evidence:
     problems = _lines(folder / "problems.jsonl")
     buffer = msgpack.unpackb((folder / "buffer.msgpack").read_bytes(), strict_map_key=False)
     run, base = _run_of(buffer)
+    lines = tuple(_line(line) for line in _lines(folder / "metrics.jsonl"))
     return Evidence(
         prompts_per_step=shape["prompts_per_step"],
         generations=shape["generations"],
@@ -208,20 +224,17 @@ def read(folder: Path) -> Evidence:
         moods=tuple(problem["mood"] for problem in problems),
         planned=story["planned"],
         struck=len(story["struck"]),
-        lost_writes=tuple(
-            struck["time"]
-            for struck in story["struck"]
-            if struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] in ("failover", "damaged")
-        ),
+        lost_writes=tuple(s["time"] for s in story["struck"] if _loses_writes(s["fault"], shape["sentinels"])),
         server_killed=tuple(
             struck["time"]
             for struck in story["struck"]
             if struck["victim"] == "server"
             and (struck["fault"]["kind"].startswith("torn") or struck["fault"]["kind"] == "kill")
         ),
-        checkpoints=tuple(sorted(map(_checkpoint, (folder / "archive").glob("step_*")), key=lambda c: c.version)),
+        checkpoints=_surviving(map(_checkpoint, (folder / "archive").glob("step_*")), lines),
+        stored=_stored(Objects(folder / "store")) if shape["store"] else None,
         lineage=tuple(sorted(map(_lineage, (folder / "lineage").glob("step_*.jsonl.gz")), key=lambda b: b.step)),
-        lines=tuple(_line(line) for line in _lines(folder / "metrics.jsonl")),
+        lines=lines,
         observed=tuple(_observed(line, problems) for line in _lines(folder / "observed.jsonl")),
         states=_states(buffer, base),
         ended=_bits(buffer.get(base + "ended", b"")),
@@ -258,6 +271,14 @@ def read(folder: Path) -> Evidence:
         kept=_kept(buffer, base),
         bytes_held=(int(run.get(b"bytes", 0)), sum(int(group.get(b"held", 0)) for group in _groups(buffer, base))),
     )
+
+
+def _loses_writes(fault: dict[str, Any], sentinels: bool) -> bool:
+    """Of the server, or the newest checkpoints. Sentinels may promote a replica that lags, whatever is wrong with the primary."""
+    kind, target = fault["kind"], fault["target"]
+    by_machine = kind == "node" and target in ("server", "replay", "trainer", "up")
+    by_sentinels = sentinels and target == "server"
+    return kind.startswith("torn") or kind in ("failover", "damaged") or by_machine or by_sentinels
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -332,6 +353,35 @@ def _checkpoint(folder: Path) -> Checkpoint:
         ledger={int(step): ids for step, ids in json.loads((folder / "ledger.json").read_text()).items()},
         trained=frozenset(BitMap.deserialize((folder / "trained.roaring").read_bytes())),
     )
+
+
+def _surviving(checkpoints: Iterable[Checkpoint], lines: Sequence[Line]) -> tuple[Checkpoint, ...]:
+    """Those that were not lost with their trainer's machine: no rewind went back before them, and what was made there isn't known."""
+    starts = [(line.timeline, line.step) for line in lines if line.kind == "rewind"]
+    timelines = [*dict.fromkeys(line.timeline for line in lines)]
+
+    def survives(checkpoint: Checkpoint) -> bool:
+        later = timelines[timelines.index(checkpoint.timeline) + 1 :] if checkpoint.timeline in timelines else None
+        return later is not None and all(checkpoint.version <= step for of, step in starts if of in later)
+
+    return tuple(sorted(filter(survives, checkpoints), key=lambda checkpoint: checkpoint.version))
+
+
+def _stored(objects: Objects) -> tuple[Stored, ...]:
+    manifests = [json.loads(objects[name].data) for name in objects if "/manifests/" in name]
+    return tuple(
+        _checked(objects, manifest) for manifest in sorted(manifests, key=lambda manifest: manifest["version"])
+    )
+
+
+def _checked(objects: Objects, manifest: dict[str, Any]) -> Stored:
+    version, timeline = manifest["version"], manifest["timeline"]
+    wrong = []
+    for name, file in manifest["files"].items():
+        found = objects.get(f"runs/{manifest['run_id']}/step_{version}-{timeline}/{name}")
+        if found is None or hashlib.sha256(found.data).hexdigest() != file["sha256"]:
+            wrong.append(name)
+    return Stored(version, timeline, tuple(wrong))
 
 
 def _lineage(path: Path) -> Batch:

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -16,8 +17,8 @@ from pathlib import Path
 import yaml
 
 from tests.chaos.clocks import Clocks
-from tests.chaos.environment import Conduct
-from tests.chaos.plan import Fault
+from tests.chaos.conduct import Conduct
+from tests.chaos.plan import YOURS, Fault
 from tests.chaos.processes import Process, Supervised, Victim
 from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail, written
 from tests.chaos.watch import Glance, Member
@@ -30,6 +31,8 @@ _BALLAST = "ballast"
 _MOST_TORN = 4096
 # The trainer finds its disk full when it next writes a checkpoint.
 _DISK_DEADLINE_S = 300.0
+# A replica copies its primary, or takes its place; a Sentinel that stood still decides nothing for half a minute.
+_FAILOVER_DEADLINE_S = 180.0
 # The replay service has the server rewrite its file.
 _FILE_DEADLINE_S = 60.0
 _RIVAL_DEADLINE_S = 300.0
@@ -94,11 +97,12 @@ class Quarantined:
 @dataclasses.dataclass(frozen=True)
 class View:
     """Of the run, for faults that wait for it. `clock_off`: how far off the clock of a victim is, in seconds; `fleet`: living replicas by
-    the names of their processes, as the buffer knows them."""
+    the names of their processes, as the buffer knows them. `renew`: give a service another machine."""
 
     glance: Callable[[], Glance | None]
     clock_off: Callable[[str], Awaitable[float]]
     fleet: Callable[[], Awaitable[dict[str, Member]]]
+    renew: Callable[[str], None]
 
     def now(self) -> Glance:
         glance = self.glance()
@@ -156,9 +160,8 @@ class Faults:
         network: Network,
         servers: Servers,
         processes: Mapping[str, Victim],
-        addresses: Mapping[str, str],
         checkpoints: Path,
-        conduct: Conduct,
+        conducts: Mapping[str, Conduct],
         clocks: Clocks,
         view: View,
         rival: Rival,
@@ -170,26 +173,30 @@ class Faults:
         self._network = network
         self._servers = servers
         self._processes = processes
-        self._addresses = addresses
         self._checkpoints = checkpoints
         self._run = checkpoints.parent
         self._thief: subprocess.Popen[str] | None = None
-        self._conduct = conduct
+        self._conducts = conducts
         self._clocks = clocks
         self._view = view
         self._rival = rival
         self._peer = ""
+        self._where = ""  # the machine that is struck: of a server another may be in charge by the end
+        self._sentinels: list[Process] = []  # those that are struck
         self._off_s = 0
         self._incarnation = ""
         self._killed: int | None = None
+        self._full = checkpoints
         self._left: tuple[int, ...] = ()  # what `headrace up` had started when it was struck
 
     async def prepare(self, fault: Fault) -> None:
         """Before the phase is waited for."""
         if fault.kind == "failover":
             assert isinstance(self._servers, External)
-            await asyncio.wait_for(self._servers.in_step(), 60)
+            await asyncio.wait_for(self._servers.in_step(), _FAILOVER_DEADLINE_S)
             self._servers.leave_replica_behind()
+        elif fault.kind == "node" and fault.target == "server":
+            await asyncio.wait_for(self._servers.in_step(), _FAILOVER_DEADLINE_S)
         elif fault.kind == "torn_step":
             # what is to be cut off is in the newest file, whatever was done to the one before
             await self._view.steps(3)
@@ -206,7 +213,12 @@ class Faults:
 
     def strike(self, fault: Fault, victim: str) -> str:
         """`victim`: the process that is meant, "server" for the server in charge. Returns what was done, in words."""
+        self._where = self._machine(victim)
         match fault.kind:
+            case _ if victim == "sentinel":
+                return self._strike_sentinels(fault)
+            case "node":
+                return self._lose_machine(fault, victim)
             case "proxy":
                 self._set_proxy(victim)
                 return f"{self._end_all(fault, victim) if victim == 'up' else self._kill(fault, victim)}; then with a proxy"
@@ -220,7 +232,7 @@ class Faults:
                 return self._kill(fault, victim)
             case "clock":
                 self._off_s = self._rng.choice((_CLOCK_S, -_CLOCK_S))
-                self._clocks.move(self._machine(victim), self._off_s)
+                self._clocks.move(self._where, self._off_s)
                 return f"its clock moved by {self._off_s:+d} s, until {_STEPS} more steps are taken"
             case "noise":
                 noise(self._folder, victim).touch()
@@ -228,7 +240,7 @@ class Faults:
                     "its log-probabilities are wrong, until it is quarantined and two more steps are taken without it"
                 )
             case "slow" | "overloaded" | "bad_answers" | "raises":
-                self._conduct.tell(mood=fault.kind)
+                self._conducts[fault.target].tell(mood=fault.kind)
                 return f"{fault.kind.replace('_', ' ')} for {fault.seconds} s"
             case "no_memory":
                 limit = limit_memory(self._servers, full=True)
@@ -245,7 +257,7 @@ class Faults:
                 (self._servers if victim == "server" else self._processes[victim]).freeze()
                 return f"SIGSTOP for {fault.seconds} s"
             case "cut":
-                self._network.cut(self._machine(victim))
+                self._network.cut(self._where)
                 return f"cut off the network for {fault.seconds} s"
             case "half_open":
                 self._peer = self._rng.choice([self._servers.front, self._other_end(victim)])
@@ -254,8 +266,8 @@ class Faults:
             case "full_disk":
                 if victim != "server":
                     self._processes[victim].may_start.clear()
-                folder = self._servers.disk if victim == "server" else self._checkpoints
-                return f"disk full, {_fill(folder)} bytes taken"
+                self._full = self._servers.disk if victim == "server" else self._checkpoints
+                return f"disk full, {_fill(self._full)} bytes taken"
         raise NotImplementedError(fault.kind)
 
     def holds(self, fault: Fault, victim: str) -> set[str]:
@@ -283,6 +295,18 @@ class Faults:
             self._thief.communicate()
             self._thief = None
         match fault.kind:
+            case _ if victim == "sentinel":
+                for sentinel in self._sentinels:
+                    sentinel.may_start.set()
+                    sentinel.thaw()
+                    self._network.heal(sentinel.name)
+            case "node" if victim == "server":
+                assert isinstance(self._servers, External)
+                await asyncio.wait_for(self._servers.replace_machine(), _FAILOVER_DEADLINE_S)
+                self._servers.restart()
+            case "node":
+                self._view.renew(victim)
+                self._restart(victim)
             case "kill" | "terminate" | "proxy" if victim == "up":
                 async with asyncio.timeout(_LEFTOVERS_DEADLINE_S):
                     await eventually(lambda: all(gone(pid, within_s=0) for pid in self._left))
@@ -308,7 +332,7 @@ class Faults:
                 async with asyncio.timeout(_RESTORE_DEADLINE_S):
                     await eventually(lambda: self._view.now().incarnation != self._incarnation)
             case "slow" | "overloaded" | "bad_answers" | "raises":
-                self._conduct.tell(mood="well")
+                self._conducts[fault.target].tell(mood="well")
             case "no_memory":
                 limit_memory(self._servers, full=False)
             case "rival":  # it wakes up beside its successor, and has to see that it is no longer the run's trainer
@@ -318,19 +342,21 @@ class Faults:
                 self._restart(victim)
             case "failover":
                 assert isinstance(self._servers, External)
-                await self._servers.fail_over()
+                await asyncio.wait_for(self._servers.fail_over(), _FAILOVER_DEADLINE_S)
                 self._servers.restart()
             case "stop":
                 (self._servers if victim == "server" else self._processes[victim]).thaw()
             case "cut":
-                self._network.heal(self._machine(victim))
+                self._network.heal(self._where)
             case "half_open":
                 self._network.close_half(victim, self._peer)
             case "full_disk":
-                (self._servers.disk if victim == "server" else self._checkpoints).joinpath(_BALLAST).unlink()
+                self._full.joinpath(_BALLAST).unlink()
                 self._restart(victim)
                 if victim == "server":
                     await asyncio.wait_for(self._servers.disk_was_full(), _FILE_DEADLINE_S)
+        if victim == "server":
+            await asyncio.wait_for(self._servers.in_step(), _FAILOVER_DEADLINE_S)
 
     def _kill(self, fault: Fault, victim: str) -> str:
         if victim != "server":
@@ -338,7 +364,7 @@ class Faults:
             self._killed = self._processes[victim].pid
             self._processes[victim].kill()
             return f"SIGKILL, away for {fault.seconds} s"
-        self._servers.kill()
+        self._servers.kill(replaced=fault.kind not in _LOST)
         if fault.kind == "torn_step":
             # a late copy of its `reserve` would take the step again, and nothing would have to be restored
             self._servers.lose_copies()
@@ -355,6 +381,35 @@ class Faults:
             f"SIGKILL, {'failover to a replica that lags' if fault.kind == 'failover' else 'away'}, {fault.seconds} s"
         )
 
+    def _lose_machine(self, fault: Fault, victim: str) -> str:
+        """Nobody is told that it is gone, with its processes and its disk."""
+        if victim == "server":
+            assert isinstance(self._servers, External)
+            self._servers.lose_machine()
+        else:
+            self._processes[victim].may_start.clear()
+            self._network.remove(self._where)
+            self._processes[victim].kill()
+        replay = self._run / "replay"
+        disks = {"trainer": self._run, "up": self._run, "replay": replay, "server": self._servers.disk}
+        if victim in disks and disks[victim].exists():
+            _wipe(disks[victim], spared=replay if victim == "trainer" else None)
+        return f"its machine lost, another after {fault.seconds} s"
+
+    def _strike_sentinels(self, fault: Fault) -> str:
+        assert isinstance(self._servers, External)
+        self._sentinels = self._rng.sample(self._servers.sentinels, self._rng.randint(1, 3))
+        for sentinel in self._sentinels:
+            match fault.kind:
+                case "kill":
+                    sentinel.may_start.clear()
+                    sentinel.kill()
+                case "stop":
+                    sentinel.freeze()
+                case _:
+                    self._network.cut(sentinel.name)
+        return f"{fault.kind} of {', '.join(sentinel.name for sentinel in self._sentinels)} for {fault.seconds} s"
+
     def _end_all(self, fault: Fault, victim: str) -> str:
         """Of `headrace up`: nothing that it started may be left behind."""
         supervisor = self._processes[victim]
@@ -370,13 +425,11 @@ class Faults:
         return f"{what}, started again when the {len(self._left)} processes that it has started are gone"
 
     def _set_proxy(self, victim: str) -> None:
-        """From its next start on, nothing listens where its shell says that a proxy is. Only the user's environment is to be reached
-        without one."""
+        """From its next start on, nothing listens where its shell says that a proxy is. Only what is the user's is to be reached without
+        one."""
         process = self._processes[victim]
         assert isinstance(process, Process)
-        process.environ |= dict.fromkeys(_PROXY_VARIABLES, _NO_PROXY_THERE) | {
-            "no_proxy": self._addresses["environment"]
-        }
+        process.environ |= dict.fromkeys(_PROXY_VARIABLES, _NO_PROXY_THERE) | {"no_proxy": ",".join(YOURS)}
 
     def _steal(self, victim: str) -> str:
         """Another program of the machine listens on the port that `headrace up` chose for the hub, if it can have it."""
@@ -392,11 +445,11 @@ class Faults:
         async with asyncio.timeout(_STEPS_DEADLINE_S):
             await self._view.steps(_STEPS)
         dead = await self._view.dead()
-        self._clocks.move(self._machine(victim), 0)
+        self._clocks.move(self._where, 0)
         async with asyncio.timeout(_STEPS_DEADLINE_S):
             await self._view.steps(1)
         dead += await self._view.dead()
-        self.moved.append(Moved(fault.number, self._machine(victim), self._off_s, off_s, dead, time.time()))
+        self.moved.append(Moved(fault.number, self._where, self._off_s, off_s, dead, time.time()))
 
     async def _start_quarantined_again(self) -> None:
         """What their operator does: earlier faults may have cost them one refit after the other."""
@@ -429,7 +482,7 @@ class Faults:
         return self._servers.machine if victim == "server" else victim
 
     def _other_end(self, victim: str) -> str:
-        return self._addresses["rollout-1" if victim == "trainer" or victim.startswith("agents") else "trainer"]
+        return "rollout-1" if victim == "trainer" or victim.startswith("agents") else "trainer"
 
     async def _until_ended(self, process: Victim) -> None:
         async with asyncio.timeout(_DISK_DEADLINE_S):
@@ -447,6 +500,19 @@ def damage(checkpoints: Path) -> str:
     weights = newest / "policy" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
     return f"the weights of {newest.name} cut off in the middle"
+
+
+def _wipe(folder: Path, spared: Path | None) -> None:
+    """Remove all that is in a folder. (What is mounted there stays, and is empty.)"""
+    for path in folder.iterdir():
+        if path == spared:
+            continue
+        if path.is_mount():
+            _wipe(path, None)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def noise(folder: Path, name: str) -> Path:

@@ -10,16 +10,16 @@ import dataclasses
 import random
 from typing import Literal
 
-Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer", "agents", "up"]
+Target = Literal["server", "replay", "reward", "environment", "rollout", "trainer", "agents", "up", "store", "sentinel"]
 Phase = Literal[
     "generation", "scoring", "reserve", "checkpoint", "refit", "validation", "committed", "refilled", "closed"
 ]
 Kind = Literal[
     "kill", "kill_engine", "stop", "cut", "half_open", "full_disk", "torn_tail", "torn_step", "torn_refilled",
     "torn_validation", "torn_close", "failover", "no_memory", "clock", "slow", "overloaded", "bad_answers", "rival",
-    "terminate", "noise", "raises", "proxy", "damaged", "thief",
+    "terminate", "noise", "raises", "proxy", "damaged", "thief", "node",
 ]  # fmt: skip
-# Under `up`, `headrace up` runs all services but the environment, on one machine.
+# Under `up`, `headrace up` runs all services but the user's environment and store, on one machine.
 Topology = Literal["embedded", "external", "up"]
 Policy = Literal["ordered", "drop", "mask"]
 
@@ -27,15 +27,19 @@ SERVICES: tuple[Target, ...] = ("server", "replay", "reward", "environment", "ro
 # Those that come again and again; the queue is closed once, near the end.
 PHASES: tuple[Phase, ...] = ("generation", "scoring", "reserve", "checkpoint", "refit")
 KINDS: dict[Target, tuple[Kind, ...]] = {
-    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock"),
-    "replay": ("kill", "stop", "cut", "clock", "proxy"),
-    "reward": ("kill", "stop", "cut", "clock", "proxy", "thief"),
-    "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "raises", "cut"),
-    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise", "proxy"),
-    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock", "proxy", "damaged"),
-    "agents": ("kill", "stop", "cut", "half_open", "clock", "proxy"),
-    "up": ("kill", "stop", "terminate", "clock", "proxy"),
+    "server": ("kill", "stop", "torn_tail", "full_disk", "failover", "cut", "no_memory", "clock", "node"),
+    "replay": ("kill", "stop", "cut", "clock", "proxy", "node"),
+    "reward": ("kill", "stop", "cut", "clock", "proxy", "thief", "node"),
+    "environment": ("kill", "stop", "slow", "overloaded", "bad_answers", "raises", "cut", "node"),
+    "rollout": ("kill", "stop", "cut", "kill_engine", "half_open", "clock", "noise", "proxy", "node"),
+    "trainer": ("kill", "stop", "full_disk", "cut", "half_open", "rival", "clock", "proxy", "damaged", "node"),
+    "agents": ("kill", "stop", "cut", "half_open", "clock", "proxy", "node"),
+    "up": ("kill", "stop", "terminate", "clock", "proxy", "node"),
+    "store": ("kill", "stop", "cut", "slow", "bad_answers"),
+    "sentinel": ("kill", "stop", "cut"),
 }
+# What Headrace doesn't run.
+YOURS: tuple[Target, ...] = ("environment", "store")
 # What can be done to a service that somebody else runs, on a machine that it shares with the others.
 _SUPERVISED: tuple[Kind, ...] = ("kill", "stop", "torn_tail", "damaged", "thief")
 # Of the server's file in a long run, one each, the first two one after the other: `refilled` comes after a restore.
@@ -49,11 +53,6 @@ _LAST: tuple[Kind, Phase] = ("torn_close", "closed")
 LONG = 10
 
 
-def targets_of(topology: Topology, *, episodes: bool = False) -> tuple[Target, ...]:
-    more: tuple[Target, ...] = ("agents",) if episodes else ("up",) if topology == "up" else ()
-    return (*SERVICES, *more)
-
-
 def topology_of(seed: int) -> Topology:
     """Runs go round."""
     rounds: tuple[Topology, ...] = ("embedded", "external", "up")
@@ -63,11 +62,6 @@ def topology_of(seed: int) -> Topology:
 def has_episodes(seed: int) -> bool:
     """Every other run that `headrace up` does not start."""
     return topology_of(seed) != "up" and seed % 2 == 1
-
-
-def whole(topology: Topology, *, episodes: bool = False) -> int:
-    """The faults of a run that hits every process in every phase."""
-    return len(targets_of(topology, episodes=episodes)) * len(PHASES) + sum(map(len, _TORN)) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +79,9 @@ class Fault:
 class Shape:
     """How the run itself is made: small, and different from seed to seed. `prompts` end the run; with `deadly` one of them kills its
     replicas. With `duplicates` every call to the buffer's server is delivered again later. With `episodes` every prompt is a program's,
-    and with `graded` its reward a grader's."""
+    and with `graded` its reward a grader's. With `store` checkpoints are copied to an object store; with `puller` the second replica pulls
+    its weights from there. So many `validators` evaluate beside training, where there are two replicas. With `sentinels` three of Redis's
+    Sentinels decide which server is the primary."""
 
     topology: Topology
     prompts_per_step: int
@@ -101,6 +97,20 @@ class Shape:
     duplicates: bool
     episodes: bool = False
     graded: bool = False
+    store: bool = False
+    puller: bool = False
+    validators: int = 0
+    sentinels: bool = False
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        more = {"agents": self.episodes, "up": self.topology == "up", "store": self.store, "sentinel": self.sentinels}
+        return (*SERVICES, *(target for target in KINDS if more.get(target)))
+
+    @property
+    def whole(self) -> int:
+        """The faults of a run that hits every process in every phase."""
+        return len(self.targets) * len(PHASES) + sum(map(len, _TORN)) + 1
 
 
 def make_shape(seed: int, faults: int, topology: Topology, *, episodes: bool = False) -> Shape:
@@ -119,30 +129,30 @@ def make_shape(seed: int, faults: int, topology: Topology, *, episodes: bool = F
         save_period=rng.choice((1, 2)),
         in_flight=rng.random() < 0.5,
         # one more than whole batches: what is left over at the end is an end of its own
-        prompts=prompts_per_step * (8 + 4 * faults) + 1,
+        prompts=prompts_per_step * (10 + 6 * faults) + 1,
         deadly=faults >= LONG,
-        duplicates=topology == "external" and rng.random() < 0.5,
+        duplicates=(duplicates := topology == "external" and rng.random() < 0.5),
         episodes=episodes,
         graded=episodes and rng.random() < 0.5,
+        store=(store := rng.random() < 0.5),
+        puller=store and topology != "up" and not episodes and rng.random() < 0.5,
+        validators=int(not episodes and rng.random() < 0.5),
+        sentinels=topology == "external" and not duplicates and rng.random() < 0.7,
     )
 
 
-def make_plan(
-    seed: int, faults: int, topology: Topology, lease_s: float, *, clocks: bool, episodes: bool = False
-) -> list[Fault]:
+def make_plan(seed: int, faults: int, shape: Shape, lease_s: float, *, clocks: bool) -> list[Fault]:
     """Stops and cuts outlast a lease, so that the others have gone on without the process when it comes back; what is wrong with an
     environment outlasts its time limit, and the pauses between a trajectory's attempts. `clocks`: they can be moved."""
     rng = random.Random(f"plan {seed}")
-    targets_here = targets_of(topology, episodes=episodes)
     special = _TORN if faults >= LONG else ()
     usual = faults - sum(map(len, special)) - (faults >= LONG)
     decks = {
-        target: _Deck(rng, [k for k in KINDS[target] if _applies(k, target, topology, clocks, episodes)])
-        for target in targets_here
+        target: _Deck(rng, [k for k in KINDS[target] if _applies(k, target, shape, clocks)]) for target in shape.targets
     }
     pairs: list[tuple[Target, Phase]] = []
     while len(pairs) < usual:
-        targets, phases = rng.sample(targets_here, len(targets_here)), rng.sample(PHASES, len(PHASES))
+        targets, phases = rng.sample(shape.targets, len(shape.targets)), rng.sample(PHASES, len(PHASES))
         if (place := targets.index("environment")) >= (first := min(usual, len(PHASES))):
             chosen = rng.randrange(first)
             targets[place], targets[chosen] = targets[chosen], targets[place]
@@ -164,9 +174,11 @@ def make_plan(
 
 
 def _seconds(rng: random.Random, kind: Kind, target: Target, lease_s: float) -> float:
-    if kind in ("kill", "kill_engine", "failover", "terminate", "proxy", "damaged", "thief") or kind.startswith("torn"):
-        return round(rng.uniform(0.0, 2.0), 2)
-    if target == "environment":
+    if kind in ("kill", "kill_engine", "failover", "terminate", "proxy", "damaged", "thief", "node") or kind.startswith(
+        "torn"
+    ):
+        return round(rng.uniform(*((4.0, 15.0) if target == "store" else (0.0, 2.0))), 2)
+    if target in YOURS:
         return round(lease_s * rng.uniform(2.0, 4.0), 2)
     return round(lease_s * rng.uniform(1.2, 2.0), 2)
 
@@ -180,14 +192,18 @@ def _rival_at_a_checkpoint(drawn: list[tuple[Kind, Target, Phase]]) -> None:
         drawn[one], drawn[other] = (second, *drawn[one][1:]), (first, *drawn[other][1:])
 
 
-def _applies(kind: Kind, target: Target, topology: Topology, clocks: bool, episodes: bool) -> bool:
-    if kind == "kill_engine" and episodes:  # its replicas have none
+def _applies(kind: Kind, target: Target, shape: Shape, clocks: bool) -> bool:
+    if kind == "kill_engine" and shape.episodes:  # its replicas have none
         return False
-    if topology == "up" and target not in ("environment", "up"):
+    if shape.topology == "up" and target not in ("up", *YOURS):
         return kind in _SUPERVISED
+    if kind == "node" and target == "server":  # the embedded server has the machine of the replay service
+        return shape.topology == "external"
+    if kind == "node" and target in ("trainer", "up"):  # elsewhere its checkpoints are lost
+        return shape.store
     if kind == "thief":  # elsewhere nobody chose its ports but the configuration
         return False
-    return (kind != "failover" or topology == "external") and (kind != "clock" or clocks)
+    return (kind != "failover" or shape.topology == "external") and (kind != "clock" or clocks)
 
 
 class _Deck:

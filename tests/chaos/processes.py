@@ -43,7 +43,7 @@ class Victim:
     def kill(self) -> None:
         """SIGKILL to the leader alone: what it started has to notice by itself."""
         if self.pid is not None:
-            os.kill(self.pid, signal.SIGKILL)
+            _signal(self.pid, signal.SIGKILL, whole=False)
 
     def kill_child(self, word: str) -> None:
         """SIGKILL to a child whose command line holds `word`; the service is expected to end of it."""

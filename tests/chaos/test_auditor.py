@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -25,13 +26,16 @@ from tests.chaos.evidence import (
     Moved,
     Quarantined,
     Restarted,
+    Stored,
     Trajectory,
     group_id,
     read,
     right_reward,
     written_by,
 )
+from tests.chaos.store import Objects
 from tests.chaos.tokens import following
+from tests.support.s3_server import Stored as S3Object
 
 FIRST, SECOND = "first", "second"  # timelines: the trainer was killed once, and went on from version 2
 
@@ -65,6 +69,7 @@ def good() -> Evidence:
             )
             for version in (2, 4)
         ),
+        stored=(Stored(2, FIRST, ()), Stored(4, SECOND, ())),
         lineage=tuple(a_batch(step, FIRST if step < 2 else SECOND) for step in range(4)),
         lines=(
             *(Line("train", step, FIRST, 100.0 + step, 1.0) for step in range(3)),
@@ -183,6 +188,14 @@ def test_a_late_trainer_may_write_a_step_of_its_own_timeline() -> None:
     assert "steps_are_whole" in objections(lines=(*e.lines, Line("train", 2, SECOND, 120.0, 1.0)))
     assert objections(lineage=(*e.lineage, a_batch(2, FIRST))) == set()
     assert "steps_are_whole" in objections(lineage=(*e.lineage, a_batch(2, SECOND)))
+
+
+def test_a_store_without_the_newest_checkpoint_or_with_half_of_one() -> None:
+    first, last = good().stored or ()
+    assert objections(stored=None) == set()
+    for wrong in (first,), (), (first, dataclasses.replace(last, timeline=FIRST)):
+        assert objections(stored=wrong) == {"the_store_has_the_run"}
+    assert objections(stored=(dataclasses.replace(first, wrong=("weights",)), last)) == {"the_store_has_the_run"}
 
 
 def test_lineage_that_differs_from_the_ledger() -> None:
@@ -524,7 +537,8 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     """The files as a run leaves them, written by hand."""
     write = {
         "story.json": {
-            "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop", "topology": "up", "episodes": True},
+            "shape": {"prompts_per_step": 1, "generations": 1, "max_age": 0, "policy": "drop", "topology": "up", "episodes": True,
+                      "store": True, "sentinels": False},
             "planned": 1,
             "struck": [
                 {"fault": {"kind": "torn_tail", "target": "server"}, "victim": "server", "time": 5.0, "held": []},
@@ -559,6 +573,12 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     for name, content in write.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    (tmp_path / "store").mkdir()
+    store, right = Objects(tmp_path / "store"), {"sha256": hashlib.sha256(b"right").hexdigest()}
+    files = dict.fromkeys(("right", "other", "gone"), right)
+    listed = {"version": 1, "timeline": "t", "run_id": "r", "files": files}
+    store["runs/r/manifests/step_1-t.json"] = S3Object(json.dumps(listed).encode(), {})
+    store["runs/r/step_1-t/right"], store["runs/r/step_1-t/other"] = S3Object(b"right", {}), S3Object(b"\nleft", {})
     (tmp_path / "archive/step_1/trained.roaring").write_bytes(BitMap([0]).serialize())
     (tmp_path / "lineage").mkdir()
     lineage = [
@@ -599,6 +619,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     assert evidence.bytes_held == (70, 69)
     assert evidence.lineage == (Batch(0, "t", (Group("e0-train-0", 0, (Trajectory(0, (0,), 0.25),)),)),)
     assert evidence.checkpoints == (Checkpoint(1, "t", (), {0: ["e0-train-0"]}, frozenset({0})),)
+    assert evidence.stored == (Stored(1, "t", ("other", "gone")),)
     assert evidence.lines == (Line("train", 0, "t", 3.0, 0.0),)
     assert evidence.ended == {1, 8}
     assert evidence.states == {3: "queued", 8: "failed"}

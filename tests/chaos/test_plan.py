@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tests.chaos.plan import (
-    KINDS,
-    LONG,
-    PHASES,
-    Fault,
-    Topology,
-    has_episodes,
-    make_shape,
-    targets_of,
-    topology_of,
-    whole,
-)
+from tests.chaos.plan import KINDS, LONG, PHASES, Fault, Shape, Topology, has_episodes, make_shape, topology_of
 from tests.chaos.plan import make_plan as make_plan_with
 
 TOPOLOGIES: tuple[Topology, ...] = ("embedded", "external", "up")
@@ -28,9 +19,14 @@ TORN = {
 
 
 def make_plan(
-    seed: int, faults: int, topology: Topology, lease_s: float = 3.0, *, clocks: bool = True, episodes: bool = False
+    seed: int, faults: int, topology: Topology, lease_s: float = 3.0, *, clocks: bool = True, **shape: bool
 ) -> list[Fault]:
-    return make_plan_with(seed, faults, topology, lease_s, clocks=clocks, episodes=episodes)
+    made = a_shape(topology, **shape)
+    return make_plan_with(seed, faults, made, lease_s, clocks=clocks)
+
+
+def a_shape(topology: Topology, **shape: bool) -> Shape:
+    return dataclasses.replace(make_shape(1, LONG, topology), **{"store": False, "sentinels": False, **shape})
 
 
 SEEDS = range(20)
@@ -39,8 +35,8 @@ SEEDS = range(20)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_whole_run_hits_every_process_in_every_phase(topology: Topology) -> None:
     for seed in SEEDS:
-        plan = make_plan(seed, whole(topology), topology)
-        usual = {(target, phase) for target in targets_of(topology) for phase in PHASES}
+        plan = make_plan(seed, a_shape(topology).whole, topology)
+        usual = {(target, phase) for target in a_shape(topology).targets for phase in PHASES}
         assert {(fault.target, fault.phase) for fault in plan} == usual | {("server", phase) for _, phase in TORN}, seed
         torn = [(fault.kind, fault.phase) for fault in plan if (fault.kind, fault.phase) in TORN]
         assert set(torn) == TORN, seed
@@ -69,7 +65,8 @@ def test_three_faults_hit_three_phases_and_three_processes(topology: Topology) -
 
 def test_the_trainer_that_wakes_up_was_frozen_while_it_wrote() -> None:
     for seed in SEEDS:
-        rivals = [fault.phase for fault in make_plan(seed, whole("embedded"), "embedded") if fault.kind == "rival"]
+        plan = make_plan(seed, a_shape("embedded").whole, "embedded")
+        rivals = [fault.phase for fault in plan if fault.kind == "rival"]
         assert not rivals or rivals[0] == "checkpoint", seed
 
 
@@ -82,12 +79,13 @@ def test_only_long_runs_have_a_deadly_prompt_and_a_forgetful_server() -> None:
 
 def test_every_kind_of_fault_befalls_every_process_it_applies_to() -> None:
     plan = make_plan(1, 140, "external")
-    everything = {(target, kind) for target in targets_of("external") for kind in KINDS[target] if kind != "thief"}
+    spared = {("reward", "thief"), ("trainer", "node")}  # they need a supervisor, and a store
+    everything = {(target, kind) for target in a_shape("external").targets for kind in KINDS[target]} - spared
     assert {(fault.target, fault.kind) for fault in plan} == everything | {("server", kind) for kind, _ in TORN}
 
 
 def test_in_a_run_of_episodes_runners_are_struck_in_every_phase() -> None:
-    plan = make_plan(1, whole("embedded", episodes=True), "embedded", episodes=True)
+    plan = make_plan(1, a_shape("embedded", episodes=True).whole, "embedded", episodes=True)
     assert {fault.phase for fault in plan if fault.target == "agents"} == set(PHASES)
     long = make_plan(1, 140, "embedded", episodes=True)
     assert {fault.kind for fault in long if fault.target == "agents"} == set(KINDS["agents"])
@@ -102,11 +100,53 @@ def test_some_runs_are_of_episodes_and_none_of_those_under_up() -> None:
     assert {make_shape(seed, 10, "embedded", episodes=True).graded for seed in range(30)} == {True, False}
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_an_object_store_is_struck_in_every_phase(topology: Topology) -> None:
+    plan = make_plan(1, a_shape(topology, store=True).whole, topology, store=True)
+    assert {fault.phase for fault in plan if fault.target == "store"} == set(PHASES)
+    assert {fault.kind for fault in plan if fault.target == "store"} == set(KINDS["store"])
+    assert "store" not in {fault.target for fault in make_plan(1, 140, topology)}
+
+
+def test_sentinels_are_struck_in_every_phase() -> None:
+    plan = make_plan(1, a_shape("external", sentinels=True).whole, "external", sentinels=True)
+    assert {fault.phase for fault in plan if fault.target == "sentinel"} == set(PHASES)
+    assert {fault.kind for fault in plan if fault.target == "sentinel"} == set(KINDS["sentinel"])
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_machine_is_lost_that_the_run_can_do_without(topology: Topology) -> None:
+    """A trainer's only where its checkpoints are in a store, and a server's only where a replica can take its place."""
+
+    def lost(**shape: bool) -> set[str]:
+        return {fault.target for fault in make_plan(1, 140, topology, **shape) if fault.kind == "node"}
+
+    if topology == "up":
+        assert lost() == {"environment"}
+        assert lost(store=True) == {"environment", "up"}
+        return
+    always = {"replay", "reward", "environment", "rollout"} | ({"server"} if topology == "external" else set())
+    assert lost() == always
+    assert lost(store=True, episodes=True) == always | {"trainer", "agents"}
+
+
+def test_some_runs_have_a_store_a_puller_a_validator_or_sentinels() -> None:
+    shapes = [make_shape(seed, 10, topology_of(seed), episodes=has_episodes(seed)) for seed in range(60)]
+    assert {(shape.topology, shape.store) for shape in shapes} == {(t, s) for t in TOPOLOGIES for s in (True, False)}
+    assert {shape.puller for shape in shapes if shape.store and shape.topology != "up"} == {True, False}
+    assert not any(shape.puller for shape in shapes if not shape.store or shape.episodes or shape.topology == "up")
+    assert {shape.validators for shape in shapes} == {0, 1}
+    pairs = {(shape.duplicates, shape.sentinels) for shape in shapes if shape.topology == "external"}
+    assert pairs == {(True, False), (False, True), (False, False)}
+    assert not any(shape.sentinels for shape in shapes if shape.topology != "external")
+    assert not any(shape.validators for shape in shapes if shape.episodes)
+
+
 def test_under_up_nothing_strikes_the_network_the_disk_or_the_clock() -> None:
     plan = make_plan(1, 140, "up")
     services = {fault.kind for fault in plan if fault.target not in ("environment", "up", "server")}
     assert services == {"kill", "stop", "damaged", "thief"}
-    assert {fault.kind for fault in plan if fault.target == "up"} == set(KINDS["up"])
+    assert {fault.kind for fault in plan if fault.target == "up"} == {*KINDS["up"]} - {"node"}  # it has no store
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -7,8 +7,13 @@ switch dies. Half open, packets to one peer go to a hardware address that nobody
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 SUBNET = "10.77.0"
 _BRIDGE = "hr0"
@@ -16,8 +21,14 @@ _NOBODY = "02:00:00:00:00:99"
 
 
 class Network:
-    def __init__(self) -> None:
+    def __init__(self, names: Path | None = None) -> None:
+        """`names`: a file to make, which takes the place of /etc/hosts: machines have names here."""
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._addresses: dict[str, str] = {}
+        self._names = names
+        if names is not None:
+            names.touch()
+            _run(["mount", "--bind", str(names), "/etc/hosts"])
         _ip("link", "set", "lo", "up")
         _ip("link", "add", _BRIDGE, "type", "bridge")
         _ip("addr", "add", f"{SUBNET}.1/24", "dev", _BRIDGE)
@@ -43,7 +54,26 @@ class Network:
             ("route", "add", "default", "via", f"{SUBNET}.1"),
         ):
             self._inside(name, *command)
+        self._addresses[name] = address
+        if self._names is not None:
+            lines = [f"{of:15} {name}\n" for name, of in {"localhost": "127.0.0.1", **self._addresses}.items()]
+            with self._names.open("r+") as file:  # in place: it is the file itself that is mounted, and others read it
+                file.write("".join(lines))
         return address
+
+    def address(self, name: str) -> str:
+        return self._addresses[name]
+
+    def remove(self, name: str) -> None:
+        """The machine is gone, with all that ran there, and nobody is told. Another may get its name."""
+        _ip("link", "del", _port(name))
+        holder = self._holders.pop(name)
+        space = _space(holder.pid)
+        for pid in [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if _space(pid) == space:
+                    os.kill(pid, signal.SIGKILL)
+        holder.wait()
 
     def enter(self, name: str) -> list[str]:
         """What to put before a command so that it runs on machine `name`, as the same process."""
@@ -56,11 +86,13 @@ class Network:
         _ip("link", "set", _port(name), "master", _BRIDGE)
 
     def half_open(self, name: str, peer: str) -> None:
-        """What `name` sends to address `peer` is lost; what comes from there arrives."""
-        self._inside(name, "neigh", "replace", peer, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
+        """What `name` sends to `peer`, a name or an address, is lost; what comes from there arrives."""
+        self._inside(
+            name, "neigh", "replace", socket.gethostbyname(peer), "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent"
+        )
 
     def close_half(self, name: str, peer: str) -> None:
-        self._inside(name, "neigh", "del", peer, "dev", "eth0")
+        self._inside(name, "neigh", "del", socket.gethostbyname(peer), "dev", "eth0")
 
     def give_address(self, address: str, name: str) -> None:
         """`address` is `name`'s from now on, and everybody is told."""
@@ -82,6 +114,10 @@ class Network:
         while _command_name(holder.pid) != "cat":
             if holder.poll() is not None:
                 raise RuntimeError("unshare can't make a network namespace here")
+
+
+def _space(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
 
 
 def _port(name: str) -> str:

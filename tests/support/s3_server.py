@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -20,8 +20,9 @@ from xml.sax.saxutils import escape, unescape
 import pytest
 
 KEY = "test-key"
-# In place of a status: the connection ends without an answer; the server does what it was asked, and says that it failed.
-CUT, DONE = -1, -2
+# In place of a status: the connection ends without an answer; the server does what it was asked, and says that it failed; or its answer
+# breaks off in the middle.
+CUT, DONE, HALF = -1, -2, -3
 Spoil = Callable[[str, str], int | None]  # of the method and the object's name: the status of an error
 
 
@@ -37,8 +38,9 @@ class S3Server:
 
     makes_twice = False  # it has no conditional put
 
-    def __init__(self) -> None:
-        self.objects: dict[str, Stored] = {}
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.host = host
+        self.objects: MutableMapping[str, Stored] = {}
         self.uploads: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
         self.requests: list[str] = []
         self.spoil: Spoil = lambda method, name: None
@@ -47,20 +49,12 @@ class S3Server:
         self.sent_bytes = 0
         self._free_at = 0.0
         self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Of", (_Handler,), {"store": self}))
+        self.server = ThreadingHTTPServer((host, port), type("Of", (_Handler,), {"store": self}))
         self.server.daemon_threads = True
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def environ(self) -> dict[str, str]:
-        return {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": "test-secret",
-            "AWS_REGION": "us-east-1",
-        }
+        return f"http://{self.host}:{self.server.server_port}"
 
     def pace(self, size: int) -> None:
         """Wait for the turn of so many bytes."""
@@ -78,13 +72,23 @@ class S3Server:
         return [request for request in self.requests if request.startswith("PUT") and part in request]
 
 
+def environ(endpoint: str) -> dict[str, str]:
+    """What leads to the server there, and lets in."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_REGION": "us-east-1",
+    }
+
+
 @contextlib.contextmanager
 def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """A server, to whose bucket the environment leads while the context is open."""
     store = S3Server()
     thread = threading.Thread(target=store.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-    for name, value in store.environ().items():
+    for name, value in environ(store.endpoint).items():
         monkeypatch.setenv(name, value)
     try:
         yield store
@@ -119,12 +123,17 @@ class _Handler(BaseHTTPRequestHandler):
         spoiled = store.spoil(self.command, name)
         if spoiled == CUT:
             self.close_connection = True
-        elif spoiled == DONE:
-            answer, self.wfile = self.wfile, io.BytesIO()
+        elif spoiled in (DONE, HALF):
+            way, said = self.wfile, io.BytesIO()
+            self.wfile = said
             with store.lock:
                 self._answer(name, query, body)
-            self.wfile = answer
-            self._fail(500, "InternalError")
+            self.wfile = way
+            if spoiled == DONE:
+                self._fail(500, "InternalError")
+            else:
+                way.write(said.getvalue()[: len(said.getvalue()) // 2])
+                self.close_connection = True
         elif spoiled is not None:
             self._fail(spoiled, "SlowDown" if spoiled == 503 else "Spoiled")
         elif f"Credential={KEY}/" not in self.headers.get("Authorization", ""):

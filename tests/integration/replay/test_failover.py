@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -164,11 +165,13 @@ async def test_law_1_clients_follow_the_sentinels_to_the_new_primary(
     )
     sentinel = RedisServer(folder, port, str(settings), "--port", str(port), "--sentinel")
     sentinel.start()
+    mute = socket.create_server((HOST, 0))
     try:
         async with Redis.from_url(sentinel.url) as asked:
             await sentinel.answers(asked)
             await eventually(lambda: _knows_a_replica(asked))
-        url = f"sentinel://{HOST}:1,{HOST}:{port}/buffer"  # the first sentinel is down
+        # the first sentinel is down, and the second hangs
+        url = f"sentinel://{HOST}:1,{HOST}:{mute.getsockname()[1]},{HOST}:{port}/buffer"
         replay = ReplayClient(open_redis(url, retries=30), run_id)
         await replay.open_run(limits)
         worker = await begin(replay, 4)
@@ -185,6 +188,7 @@ async def test_law_1_clients_follow_the_sentinels_to_the_new_primary(
         assert (await joined.state()).next_step == 1
         await joined.aclose()
     finally:
+        mute.close()
         sentinel.kill()
 
 

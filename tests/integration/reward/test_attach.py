@@ -159,10 +159,11 @@ async def test_a_frozen_process_loses_its_work_and_comes_back(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_process_that_is_cut_off_loses_its_work_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("story", ["cut_off", "lost_machine"])
+def test_a_silent_process_loses_its_work_and_it_or_another_is_found(tmp_path: Path, story: str) -> None:
     if lacks := runs.missing():
         pytest.skip(lacks)
-    script = [*runs.NAMESPACES, sys.executable, "-m", "tests.support.cut_off", str(tmp_path)]
+    script = [*runs.NAMESPACES, sys.executable, "-m", f"tests.support.{story}", str(tmp_path)]
     done = subprocess.run(script, cwd=runs.ROOT, capture_output=True, text=True, timeout=4 * WAIT_S)
     assert done.returncode == 0, done.stderr
 

@@ -46,7 +46,6 @@ BEFORE_THE_FIRST_STEP = {
     "services/trainer/network/backbone.py": {"policy.max_total_sequence_length"},
     # of another run: a new one, from these weights
     "services/trainer/control/resume.py": {"data.train", "data.validation", "policy.model_name"},
-    "services/trainer/learning/optimizer.py": {"policy.model_name"},
     # a checkpoint is tried before the first step
     "services/trainer/learning/learner.py": {"policy.model_name"},
 }
