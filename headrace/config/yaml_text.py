@@ -157,7 +157,7 @@ def parse(text: str, where: str) -> Any:
     """Return the value of one YAML document. Raises `ConfigError` naming `where` and, for a document of several lines, the line."""
     if not _ODD.search(text):
         with contextlib.suppress(yaml.YAMLError, _DocumentTooLarge, RecursionError, UnicodeEncodeError):
-            return _read(_FastLoader(text))
+            return _read(_FastLoader(text))  # type: ignore[call-arg]
     try:
         return _read(_Loader(text))
     except yaml.MarkedYAMLError as error:
