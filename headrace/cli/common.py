@@ -15,8 +15,7 @@ from rich.text import Text
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from headrace.base.errors import HeadraceError, MissingPackage
-from headrace.base.printable import LineFormatter, printable
-from headrace.env.episode import without_keys
+from headrace.base.printable import LineFormatter, printable, without_keys
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]

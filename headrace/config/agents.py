@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from headrace.config.marks import Fixed, MayChange
 from headrace.config.section import Section
-from headrace.records.trajectory import Lane
+
+if TYPE_CHECKING:  # numpy comes with it
+    from headrace.records.trajectory import Lane
 
 # What happens to an episode that a limit of the run ended: it is graded like any other, fails, or earns this reward.
 OnLimit = Literal["grade", "fail"] | float

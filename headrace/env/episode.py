@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.records.score import Score
 from headrace.records.trajectory import Message
-
-# The key of an episode, as runners make it: the name of the runner's gateway, and 128 random bits.
-KEY = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{32}\b")
-
-
-def without_keys(record: logging.LogRecord) -> bool:
-    """Hide the keys of episodes in a log record: in its message (addresses too) and its traceback. Use it as a filter of a handler."""
-    message = record.getMessage()
-    if KEY.search(message):
-        record.msg, record.args = KEY.sub(r"\1-KEY", message), ()
-    if record.exc_info:
-        traceback = record.exc_text or logging.Formatter().formatException(record.exc_info)
-        if KEY.search(traceback):  # formatters take this text before the exception
-            record.exc_text = KEY.sub(r"\1-KEY", traceback)
-    if record.stack_info:
-        record.stack_info = KEY.sub(r"\1-KEY", record.stack_info)
-    return True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,9 +101,8 @@ def channel(
 
     It is encrypted if `security` requires it. `token` returns the caller's token for each call (not for streams). With `keep_alive` it
     detects a server that fell silent, also while it waits for an answer; the server must be Headrace's, as others don't accept so many
-    pings. With `proxied`, for a user's own
-    server, the proxy in the environment leads to a target that is not on this machine. Raises `ConfigError` for a `security.tls_ca` that
-    can't be read.
+    pings. With `proxied`, for a user's own server, the proxy in the environment leads to a target that is not on this machine. Raises
+    `ConfigError` for a `security.tls_ca` that can't be read.
     """
     options = [
         *_limits(max_message_bytes),

@@ -33,7 +33,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from headrace.env.episode import KEY
+from headrace.base.printable import EPISODE_KEY
 from headrace.net.service import read_body
 from headrace_services.agents import dialect, metrics
 from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
@@ -153,7 +153,7 @@ class Gateway:
     def peer(self, key: str) -> str | None:
         """Return the address of the gateway that made this key, or None if it is this one. Raises `RequestRejected` for a key of no gateway
         or of an unknown one."""
-        made = KEY.fullmatch(key)
+        made = EPISODE_KEY.fullmatch(key)
         if made is None:
             raise RequestRejected(dialect.no_such_key())
         if made[1] == self.name:

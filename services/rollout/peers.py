@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 import msgspec
 from fastapi import Request, Response
 
-from headrace.base.addresses import is_loopback, own_address, parse_hosts, with_port
+from headrace.base.addresses import has_host, is_loopback, own_address, parse_hosts, with_port
 from headrace.base.backoff import pause_after
+from headrace.base.errors import HeadraceError
 from headrace.base.http_client import AnswerTooLarge, HttpClient, NotReached
 from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
@@ -86,18 +87,18 @@ class Peers:
         self._config = config
         self._is_local = all(map(is_loopback, parse_hosts(config.redis_url)))
         self._clients: dict[str, HttpClient] = {}
-        self._left_alone: dict[
-            str, tuple[int, float]
-        ] = {}  # how often in a row one was no help, and until when it is not asked
+        # how often in a row one was no help, and until when it is not asked
+        self._left_alone: dict[str, tuple[int, float]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, found: Sequence[tuple[str, Mapping[str, Any]]], stopped: Callable[[], bool]) -> list[AskedPeer]:
         """Return those of the replicas, by id and info, that can be asked during one fetch."""
         peers = []
         for replica, info in found:
-            url, name = info.get(SERVES), urlsplit(str(info.get("url", ""))).hostname
-            if isinstance(url, str) and self._may_ask(url):
-                peers.append(AskedPeer(replica, url, partial(self._send, url, name), stopped))
+            url, page = str(info.get(SERVES, "")), str(info.get("url", ""))
+            if has_host(url) and has_host(page) and self._may_ask(url):
+                # its certificate is for the name of its pages
+                peers.append(AskedPeer(replica, url, partial(self._send, url, urlsplit(page).hostname), stopped))
         urls = {peer.url for peer in peers}
         for url in [url for url in self._clients if url not in urls]:
             self._submit(self._clients.pop(url).aclose())
@@ -123,7 +124,7 @@ class Peers:
         return is_safe and time.monotonic() >= self._left_alone.get(url, (0, 0.0))[1]
 
     def _send(self, url: str, name: str | None, body: bytes) -> tuple[int, bytes]:
-        """Raises as `HttpClient.post` does."""
+        """Raises as `HttpClient.post` does, and `ConfigError` for credentials or authorities that can't be used."""
         headers = {} if self._token is None else {"authorization": f"Bearer {self._token()}"}
         if (client := self._clients.get(url)) is None:
             verify = client_context(self._config.security.tls_ca) if url.startswith("https:") else None
@@ -172,7 +173,7 @@ class AskedPeer:
             except TimeoutError:
                 self.give_up(f"an answer took more than {WAIT_S + SEND_S:g} s")
                 break
-            except (OSError, AnswerTooLarge, CancelledError) as error:
+            except (OSError, AnswerTooLarge, CancelledError, HeadraceError) as error:
                 self.give_up(str(error) or type(error).__name__)
                 break
             if status == HTTPStatus.OK:

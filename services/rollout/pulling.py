@@ -129,11 +129,12 @@ class Puller:
                 self._weights = PulledWeights(RunStore(self._url, writes=False), self._file)
             weights = self._weights
             before = weights.fetched_from["replicas"]
-            peers = self._peers.of(await self._replay.parents(replica), lambda: self._stopped)
+            with contextlib.suppress(ReplayError):  # the store has all
+                peers = self._peers.of(await self._replay.parents(replica), lambda: self._stopped)
             listed = await _beside(lambda: weights.read_list(timeline, version, terms.digest, peers))
             manifest = Manifest.decode(listed.layout)
             await _beside(lambda: weights.fetch(listed, lambda: self._stopped, peers))
-        except (ServiceError, CodecError, OSError, ReplayError) as error:
+        except (ServiceError, CodecError, OSError) as error:
             if not self._stopped:
                 log.warning("version %d was not pulled: %s", version, error)
                 self.fail(f"pulling version {version}: {error}")

@@ -130,7 +130,7 @@ def test_every_machine_is_lost_that_the_run_can_do_without(topology: Topology) -
     assert lost(store=True, episodes=True) == always | {"trainer", "agents"}
 
 
-def test_some_runs_have_a_store_a_replica_that_pulls_a_validator_or_sentinels() -> None:
+def test_some_runs_have_a_store_a_puller_a_validator_or_sentinels() -> None:
     shapes = [make_shape(seed, 10, topology_of(seed), episodes=has_episodes(seed)) for seed in range(60)]
     assert {(shape.topology, shape.store) for shape in shapes} == {(t, s) for t in TOPOLOGIES for s in (True, False)}
     assert {shape.puller for shape in shapes if shape.store and shape.topology != "up"} == {True, False}

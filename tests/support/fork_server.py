@@ -22,6 +22,7 @@ import traceback
 from pathlib import Path
 
 from headrace.base.parent import die_with_parent
+from headrace.config import Config
 from headrace.net.service import importing
 
 IMPORTS = {
@@ -77,6 +78,7 @@ def main(kind: str, path: str, starter: str) -> None:
         with importing():  # frozen, so that a child's collector does not copy all of this
             for name in IMPORTS[kind]:
                 importlib.import_module(name)
+            Config.model_rebuild()
         selector.register(listener, selectors.EVENT_READ)
         selector.register(os.pidfd_open(int(starter)), selectors.EVENT_READ)
         while True:

@@ -65,6 +65,11 @@ def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
     assert not top_level(modules_after(f"import {module}")) & HEAVY
 
 
+def test_what_starts_a_service_loads_no_numpy() -> None:
+    """A fifth of what it would take to start."""
+    assert "numpy" not in modules_after("import headrace.cli.services")
+
+
 @pytest.mark.parametrize("module", ["plots", "batch_samples"])
 def test_what_commands_draw_with_loads_no_torch(module: str) -> None:
     """`headrace up` draws a run's curves at its end, `headrace env try` a page of groups."""

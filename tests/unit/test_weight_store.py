@@ -382,7 +382,12 @@ def test_what_is_here_is_given_to_others(
     for name in patches:
         assert pulled.serve("t1", 2, name.removeprefix("runs/r/weights/t1/"), 0.0) == s3.objects[name].data
     # and is not kept beyond it
+    kept = pulled.file.with_name("weights.patches")
+    size = kept.stat().st_size
+    for part in weights.parts:
+        part[7::BLOCK] += 1
     pull(pulled, 3, weights.publish(published, 3))
+    assert kept.stat().st_size == size
     assert pulled.serve("t1", 2, patches[0].removeprefix("runs/r/weights/t1/"), 0.0) is None
 
 

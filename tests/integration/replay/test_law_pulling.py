@@ -232,7 +232,7 @@ async def test_those_that_pull_form_a_tree_in_the_order_in_which_they_came(repla
 
 
 async def test_who_has_older_weights_is_not_asked(replay: ReplayClient) -> None:
-    first, second, third = nonce(), nonce(), nonce()
+    first, second, third = (f"{place}-{nonce()}" for place in range(3))  # of one moment: by name
     for replica in (first, second, third):
         await replay.register_puller(replica, {})
     assert [id_ for id_, _ in await replay.parents(third)] == [first]

@@ -160,7 +160,7 @@ async def test_a_frozen_process_loses_its_work_and_comes_back(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("story", ["cut_off", "lost_machine"])
-def test_a_process_that_falls_silent_loses_its_work_and_it_or_another_is_found(tmp_path: Path, story: str) -> None:
+def test_a_silent_process_loses_its_work_and_it_or_another_is_found(tmp_path: Path, story: str) -> None:
     if lacks := runs.missing():
         pytest.skip(lacks)
     script = [*runs.NAMESPACES, sys.executable, "-m", f"tests.support.{story}", str(tmp_path)]

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from headrace.env.episode import without_keys
+from headrace.base.printable import without_keys
 from headrace_services.agents import conversation, dialect
 from headrace_services.agents import gateway as gateway_module
 from tests.support.gateways import HI, Open, ask, gate, open_episode, renders_anything

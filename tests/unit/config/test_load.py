@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -11,12 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.base.errors import ConfigError
-from headrace.config import Config, load
+from headrace.config import Config, load, yaml_text
 from headrace.config.explain import known_keys, nearest, pattern
 from headrace.config.loading import InvalidConfig, examine
 from headrace.config.other_names import NAMES
 from headrace.config.section import Section
-from headrace.config.yaml_text import dump
+from headrace.config.yaml_text import dump, parse
 
 BASE = """
 run: {id: test}
@@ -416,6 +417,47 @@ def test_bytes_that_are_not_text_are_refused(file: Path) -> None:
 )
 def test_an_override_that_is_none_is_refused(file: Path, override: str, said: str) -> None:
     assert said in refusal(file, override)
+
+
+MARKS = [
+    *":-?,[]{}#&*!|>%@`'\"\\\t\n\r\x00\x85",
+    "- ",
+    ": ",
+    "\ufeff",
+    "\ud800",
+    "\u2028",
+    "!!int ",
+    "<<: ",
+    "---\n",
+    "|#",
+    ">+2\n",
+]
+
+
+def test_both_readers_of_yaml_read_the_same(monkeypatch: pytest.MonkeyPatch, session_seed: int) -> None:
+    rng = random.Random(session_seed)
+    texts = [*(Path(__file__).parents[3] / "examples").glob("*.yaml")]
+
+    def broken(text: str) -> str:
+        lines = text.splitlines()
+        start = rng.randrange(len(lines))
+        text = "\n".join(lines[start : start + rng.randint(1, 12)])
+        for _ in range(rng.randint(0, 4)):
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice(["", *MARKS]) + text[at + rng.choice([0, 0, 1, 3]) :]
+        return text
+
+    def read(text: str) -> str:
+        try:
+            return repr(parse(text, "here"))
+        except ConfigError as error:
+            return str(error)
+
+    documents = [broken(rng.choice(texts).read_text()) for _ in range(400)]
+    fast = [read(each) for each in documents]
+    monkeypatch.setattr(yaml_text, "_FastLoader", yaml_text._Loader)
+    for document, found in zip(documents, fast, strict=True):
+        assert found == read(document), document
 
 
 def test_a_variable_that_is_no_yaml_is_refused(file: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from headrace.base.errors import ReplayUnavailable
 from headrace.config import Config
 from headrace.net.credentials import Credentials
 from headrace.net.http_access import HttpAccess
@@ -105,6 +106,16 @@ async def test_the_store_sends_few_copies_however_many_pull(run: Run) -> None:
     assert [run.fetched(place, "replicas") for place in range(FAN_OUT)] == [0] * FAN_OUT
     assert all(run.fetched(place, "store") == 0 for place in range(FAN_OUT, REPLICAS))
     assert run.replicas[0].puller.served.served_bytes > 2 * SIZE
+
+
+async def test_a_buffer_that_does_not_answer_leaves_the_store(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(replica: str) -> Any:
+        raise ReplayUnavailable("no route")
+
+    monkeypatch.setattr(run.buffer, "parents", fail)
+    run.offer(1)
+    await run.install(0, 2)
+    assert run.fetched(2, "replicas") == 0
 
 
 async def test_who_comes_late_gets_all_from_the_others(run: Run) -> None:
@@ -222,6 +233,20 @@ async def test_what_a_parent_will_not_have_is_not_waited_for(run: Run, impatient
     assert run.fetched(2, "store") > 0
 
 
+async def test_a_parent_without_one_thing_is_asked_for_the_next(run: Run) -> None:
+    run.offer(1)
+    await run.install(2)
+    run.weights = run.weights.copy()
+    run.weights[::50] += 1
+    run.weights[SIZE // 4 :] += 1
+    run.trainer.offer(2, run.weights)  # half of the blocks have a patch
+    await run.install(0)  # which lacks version 1, so it fetches blocks alone
+    before = run.fetched(2, "store"), run.fetched(2, "replicas")
+    await run.install(2)
+    assert 0 < run.fetched(2, "store") - before[0] < SIZE // 4
+    assert run.fetched(2, "replicas") - before[1] >= SIZE // 2
+
+
 async def test_a_parent_has_not_more_to_do_than_it_can(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.offer(1)
     await run.install(0)
@@ -310,9 +335,19 @@ def test_where_others_reach_a_replica(host: str, buffer: str, own: str | None, m
         ("http://127.0.0.1:1", "redis://127.0.0.1:1/0", False, True),
         (None, "redis://127.0.0.1:1/0", False, False),
         (7, "redis://127.0.0.1:1/0", False, False),
+        ("http://[", "redis://127.0.0.1:1/0", False, False),
     ],
 )
 def test_who_is_given_the_token(url: Any, buffer: str, insecure: bool, asked: bool) -> None:
     config = Config.model_validate({"security": {"insecure": insecure}, "replay": {"redis_url": buffer}})
     found = [("r", {} if url is None else {"serves": url, "url": "https://r.internal:1"})]
     assert [peer.replica for peer in Peers(config).of(found, lambda: False)] == (["r"] if asked else [])
+
+
+def test_authorities_that_cannot_be_read_cost_no_version(tmp_path: Path) -> None:
+    security = {"tls_ca": str(tmp_path / "none.pem")}
+    config = Config.model_validate({"security": security, "replay": {"redis_url": "rediss://10.0.0.9:1/0"}})
+    url = "https://10.0.0.1:1"
+    (peer,) = Peers(config).of([("r", {"serves": url, "url": url})], lambda: False)
+    assert peer.read("t1", 1, "offers/1.json") is None
+    assert "none.pem" in str(peer.problem)

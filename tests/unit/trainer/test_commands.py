@@ -30,6 +30,12 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "damage": ("runs/a",),
     "save": ("runs/a",),
     "is_saved": (),
+    "save_in_memory": (4, "a1"),
+    "list_snapshot": (4, "a1"),
+    "copy_snapshot": (4, "a1", "runs/a"),
+    "clear_snapshots": (),
+    "remove_snapshots": (),
+    "require_room_for_snapshots": (),
 }
 
 
