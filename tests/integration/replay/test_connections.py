@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,7 @@ async def test_a_subscription_whose_server_is_gone_without_a_word_is_made_anew(r
     async with open_redis(redis_url) as redis, redis.pubsub() as pubsub:
         await pubsub.subscribe("wake")
         await pubsub.get_message(timeout=5)
-        pubsub.connection._reader.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+        connection: Any = pubsub.connection
+        connection._reader.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
         told = [await pubsub.get_message(timeout=1) for _ in range(2)]
         assert {"type": "subscribe"}.items() <= next(filter(None, told)).items()
