@@ -157,9 +157,9 @@ def parse(text: str, where: str) -> Any:
     """Return the value of one YAML document. Raises `ConfigError` naming `where` and, for a document of several lines, the line."""
     if not _ODD.search(text):
         with contextlib.suppress(yaml.YAMLError, _DocumentTooLarge, RecursionError, UnicodeEncodeError):
-            return _read(_FastLoader(text))  # type: ignore[call-arg]
+            return _read(_FastLoader, text)
     try:
-        return _read(_Loader(text))
+        return _read(_Loader, text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and "\n" in text else ""
@@ -176,7 +176,8 @@ def parse(text: str, where: str) -> Any:
         ) from error
 
 
-def _read(loader: Any) -> Any:
+def _read(kind: Any, text: str) -> Any:
+    loader = kind(text)
     node = loader.get_single_node()
     if node is None:
         return None

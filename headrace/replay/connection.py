@@ -150,10 +150,16 @@ class _FollowPrimary(Connection):
 
     async def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await super().read_response(*args, **kwargs)
+            response = await super().read_response(*args, **kwargs)
         except ReadOnlyError as error:
             await self.disconnect()
             raise RedisConnectionError(_REPLICA) from error
+        # redis-py takes the ETIMEDOUT of a socket whose server's machine is gone for the end of its own wait for a message, at once and for
+        # ever: its caller would never let others run
+        if response is None and self._reader is not None and (broken := self._reader.exception()) is not None:
+            await self.disconnect(nowait=True)
+            raise RedisConnectionError(f"the connection broke: {broken}") from broken
+        return response
 
 
 class _TLS(_FollowPrimary, SSLConnection):

@@ -284,7 +284,8 @@ def a_wrong_replica_trains_no_more(e: Evidence) -> Iterator[str]:
 
 def the_supervisor_tells_how_it_ended(e: Evidence) -> Iterator[str]:
     """`headrace up`: it starts again what was killed, and says so; it ends with 143 when it is stopped, else with 0 and the table. Nothing
-    ends otherwise but the replay service, whose server was killed three times within a minute."""
+    ends otherwise but the replay service, whose server was killed three times within a minute, and a trainer that can't reach its store at
+    its start."""
     if e.said is None:
         return
     ends = [exit_ for exit_ in e.exits if exit_.name == "up"]
@@ -295,7 +296,7 @@ def the_supervisor_tells_how_it_ended(e: Evidence) -> Iterator[str]:
             yield f"{name} was killed {times} times, and started again {said} times"
     thrice = any(third - first < _MINUTE_S for first, third in zip(e.server_killed, e.server_killed[2:], strict=False))
     for one in e.restarted:
-        gave_up = (one.name, one.code) == ("replay", _PART_DIED) and thrice
+        gave_up = one.code == _PART_DIED and {"replay": thrice, "trainer": e.stored is not None}.get(one.name, False)
         if one.code not in (_KILLED, _TRY_AGAIN) and not gave_up:
             yield f"{one.name} ended with {one.code}"
     for exit_ in ends:

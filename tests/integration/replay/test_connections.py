@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from typing import Any
 
 import pytest
 
@@ -53,3 +55,13 @@ async def test_a_wake_up_ends_a_wait(replay: ReplayClient, redis_url: str, limit
     await score_all(replay)
     await woken("ready")
     await other.aclose()
+
+
+async def test_a_subscription_whose_server_is_gone_without_a_word_is_made_anew(redis_url: str) -> None:
+    async with open_redis(redis_url) as redis, redis.pubsub() as pubsub:
+        await pubsub.subscribe("wake")
+        await pubsub.get_message(timeout=5)
+        connection: Any = pubsub.connection
+        connection._reader.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+        told = [await pubsub.get_message(timeout=1) for _ in range(2)]
+        assert {"type": "subscribe"}.items() <= next(filter(None, told)).items()
