@@ -518,7 +518,7 @@ def test_a_supervisor_that_keeps_a_restart_or_its_table_to_itself(wrong: dict[st
     assert objections(**{**UNDER_UP, **wrong}) == {"the_supervisor_tells_how_it_ended"}
 
 
-def test_a_server_killed_three_times_or_a_store_that_is_away_may_be_given_up() -> None:
+def test_a_server_killed_thrice_or_a_store_away_may_be_given_up() -> None:
     gave_up = {**UNDER_UP, "restarted": (*UNDER_UP["restarted"], Restarted("replay", 70))}
     assert objections(**gave_up, server_killed=(1.0, 200.0, 207.0, 245.0)) == set()
     assert objections(**gave_up, server_killed=(1.0, 200.0, 270.0)) == {"the_supervisor_tells_how_it_ended"}

@@ -57,7 +57,7 @@ async def test_a_wake_up_ends_a_wait(replay: ReplayClient, redis_url: str, limit
     await other.aclose()
 
 
-async def test_a_subscription_whose_server_is_gone_without_a_word_is_made_anew(redis_url: str) -> None:
+async def test_a_subscription_to_a_server_that_is_gone_is_made_anew(redis_url: str) -> None:
     async with open_redis(redis_url) as redis, redis.pubsub() as pubsub:
         await pubsub.subscribe("wake")
         await pubsub.get_message(timeout=5)
