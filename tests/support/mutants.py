@@ -84,6 +84,11 @@ def mutants(node: ast.AST, inside: bool = False) -> Iterator[tuple[Any, ast.AST]
                 yield from mutants(child, within)
 
 
+def line_of(node: ast.AST) -> int:
+    """Return the line of `node`: that of what is in it, if it has none of its own."""
+    return next(each.lineno for each in ast.walk(node) if isinstance(each, ast.expr | ast.stmt))
+
+
 def _codes(code: types.CodeType) -> Codes:
     """Return the code of every function in `code`, by its name and line."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
@@ -146,7 +151,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         failed = _in_a_fork(lambda changed=changed: run(changed))
         tried += 1
         if failed == _ALL_PASS:
-            left.append(f"{path.name}:{old.lineno}: {ast.unparse(old)!r:.70} -> {ast.unparse(new)!r:.70}")
+            left.append(f"{path.name}:{line_of(old)}: {ast.unparse(old)!r:.70} -> {ast.unparse(new)!r:.70}")
         elif failed:
             items.insert(0, items.pop(int(failed)))  # it finds the neighbours too
     sys.stdout.write("\n".join(["", *left, f"{len(left)} of {tried} changes of {path.name} were not noticed\n"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.support.mutants import mutants
+from tests.support.mutants import line_of, mutants
 
 SOURCE = """
 LIMIT = 3
@@ -38,3 +38,8 @@ def test_each_change_is_in_one_place_of_a_functions_body() -> None:
         test,
         *(line for line in original.splitlines() if "return" in line or "raise" in line),
     }
+
+
+def test_a_change_of_a_comprehension_has_a_line() -> None:
+    tree = ast.parse("def odd(n: int) -> list[int]:\n    return [i for i in range(n) if i % 2]")
+    assert {line_of(old) for old, _ in mutants(tree)} == {2}
