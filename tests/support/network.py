@@ -70,7 +70,8 @@ class Network:
         holder = self._holders.pop(name)
         space = _space(holder.pid)
         for pid in [int(entry) for entry in os.listdir("/proc") if entry.isdecimal()]:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # what has ended meanwhile: one that hides from its user is denied then
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 if _space(pid) == space:
                     os.kill(pid, signal.SIGKILL)
         holder.wait()
