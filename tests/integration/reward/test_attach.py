@@ -101,6 +101,7 @@ async def test_work_over_the_capacity_waits_for_credit_and_comes_back() -> None:
         await hub.attached("odd", 16)
         for _ in range(3):
             scores = await hub.score([odd("x" * length) for length in range(50)])
+            assert [(score.status, score.message) for score in scores if score.reward is None] == []
             assert [score.reward for score in scores] == list(range(50))
 
 
