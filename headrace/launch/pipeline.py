@@ -254,9 +254,10 @@ class Pipeline:
         if found is None:
             return
         self._environments = found
-        for name in self.children.environments.keys() - {each["name"] for each in found}:
+        if unknown := self.children.environments.keys() - {each["name"] for each in found}:
             raise ServiceError(
-                f"the reward service has no environment {name}, so the run would wait for it for ever; see {self.children.reward.log}"
+                f"the reward service has no environment {', '.join(sorted(unknown))}, so the run would wait for it for ever; see "
+                f"{self.children.reward.log}"
             )
         reached = {each["name"] for each in found if each["ready"]}
         away = [each["name"] for each in found if not each["ready"]]

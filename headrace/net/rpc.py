@@ -33,8 +33,8 @@ _KEEP_ALIVE = [
     # otherwise a server treats a caller that pings this often as an attacker
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
 ]
-# Of a server that may not accept pings: these are as rare as anybody's. The timeout is TCP's, too: it closes a connection on which nothing
-# arrives of what was sent, and not only after the quarter of an hour that it waits by itself for a machine that is gone.
+# For a server that may not accept pings: one an hour. gRPC also makes the timeout TCP's (TCP_USER_TIMEOUT): a connection is closed when
+# what was sent is not acknowledged for so long. By itself, TCP gives up a machine that is gone after a quarter of an hour.
 _WITHOUT_PINGS = [("grpc.keepalive_time_ms", 3_600_000), ("grpc.keepalive_timeout_ms", 10_000)]
 # For every server, of callers of whom nothing is known yet. Metadata has a limit of its own in gRPC: 16 KiB, of which it promises 8.
 _STRANGERS = [

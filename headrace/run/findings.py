@@ -346,22 +346,18 @@ def _failed(steps: Sequence[Metrics]) -> Iterator[Finding]:
 
 
 def _not_stored(steps: Sequence[Metrics]) -> Iterator[Finding]:
-    if failures := sum(_values(steps, "store_failures")):
-        yield Finding(
-            f"checkpoints did not reach the store in {failures:.0f} tries, so a lost machine costs the steps since the last that did",
-            "`headrace status RUN` shows why",
-            None,
-            "warning",
-            _metrics("store_failures"),
-        )
-    if failures := sum(_values(steps, "offer_failures")):
-        yield Finding(
-            f"weights did not reach the store in {failures:.0f} tries, so replicas that pull work under older ones, or wait",
-            "`headrace status RUN` shows why",
-            None,
-            "warning",
-            _metrics("offer_failures"),
-        )
+    for metric, lost, effect in (
+        ("store_failures", "checkpoints", "a lost machine costs the steps since the last that did"),
+        ("offer_failures", "weights", "replicas that pull work under older ones, or wait"),
+    ):
+        if failures := sum(_values(steps, metric)):
+            yield Finding(
+                f"{lost} did not reach the store in {failures:.0f} tries, so {effect}",
+                "`headrace status RUN` shows why",
+                None,
+                "warning",
+                _metrics(metric),
+            )
 
 
 def _idle_replicas(config: Config, now: Now | None) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
     adder/weights/1f0c/offers/12.json   version 12 of timeline 1f0c: which blocks it has, in their order; written last
     adder/weights/1f0c/blocks/9ab3…     a block, under the SHA-256 of its bytes
-    adder/weights/1f0c/patches/9ab3…-…  what turns the block that the version before has in this place into it, if that is much less
+    adder/weights/1f0c/patches/9ab3…-…  what turns the block that the version before has in its place into it, if that is much less
 
 A block that several versions have in common is sent and fetched once, and whoever has the version before fetches patches. Whoever fetches a
 version knows the digest of its list from the buffer, so nothing in the store has to be trusted, and what isn't whole is never taken for
@@ -61,21 +61,20 @@ class StoredWeights(msgspec.Struct, frozen=True):
         if len(self.bases) != len(self.blocks):
             raise ValueError(f"{len(self.bases)} bases of {len(self.blocks)} blocks")
 
-    @property
-    def places(self) -> Iterator[Place]:
+    def iter_blocks(self) -> Iterator[Block]:
         offset = 0
         for size, digest, base in zip(cut(self.sizes, self.block_bytes), self.blocks, self.bases, strict=True):
-            yield Place(offset, size, digest, base)
+            yield Block(offset, size, digest, base)
             offset += size
 
     @property
     def objects(self) -> set[str]:
         """The names of the blocks and patches."""
-        places = list(self.places)
-        return {place.block for place in places} | {place.patch for place in places if place.base}
+        blocks = list(self.iter_blocks())
+        return {block.name for block in blocks} | {block.patch_name for block in blocks if block.base}
 
 
-class Place(NamedTuple):
+class Block(NamedTuple):
     """A block: where it is in the weights, its digest, and that of the block that its patch is for, if it has one."""
 
     offset: int
@@ -84,11 +83,11 @@ class Place(NamedTuple):
     base: str
 
     @property
-    def block(self) -> str:
+    def name(self) -> str:
         return f"blocks/{self.digest}"
 
     @property
-    def patch(self) -> str:
+    def patch_name(self) -> str:
         return f"patches/{self.digest}-{self.base}"
 
 
@@ -179,13 +178,13 @@ class PublishedWeights:
             if stopped():
                 raise ServiceError(f"version {version} is not sent: the trainer ends")
             piece, (base, old) = pieces[index], before[index]
-            place = Place(0, len(piece), hashlib.sha256(piece).hexdigest(), base)
-            write(place.block, piece)
-            patch = None if old is None or base == place.digest else make_patch(old, piece)
+            block = Block(0, len(piece), hashlib.sha256(piece).hexdigest(), base)
+            write(block.name, piece)
+            patch = None if old is None or base == block.digest else make_patch(old, piece)
             if patch is None:
-                return place.digest, ""
-            write(place.patch, patch)
-            return place.digest, base
+                return block.digest, ""
+            write(block.patch_name, patch)
+            return block.digest, base
 
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="blocks") as threads:
             found = run_all(threads, send, range(len(pieces)))
@@ -223,11 +222,11 @@ class PublishedWeights:
         return f"{FOLDER}/{self._timeline}/{name}"
 
 
-class Coming(Exception):
+class StillFetching(Exception):
     """Raised for what a replica is still fetching."""
 
 
-class Behind(Exception):
+class NotBegun(Exception):
     """Raised for what a replica may fetch, once it begins with that version."""
 
 
@@ -260,7 +259,7 @@ class PulledWeights:
         self._lock = threading.Lock()
         self._newest: tuple[str, int] | None = None  # timeline and version
         self._list = b""
-        self._places: dict[str, Place] = {}  # of its blocks and patches
+        self._blocks: dict[str, Block] = {}  # of its blocks and patches
         self._is_fetching = False
         self._patches = file.with_name(f"{file.name}.patches")
         self._kept: dict[str, tuple[int, int]] = {}  # patches: where each is in that file, and its size
@@ -293,7 +292,9 @@ class PulledWeights:
         with self._lock:
             if self._newest != (timeline, version):
                 self._newest, self._list, self._kept, self._kept_bytes = (timeline, version), data, {}, 0
-                self._places = {name: place for place in listed.places for name in (place.block, place.patch)}
+                self._blocks = {
+                    name: block for block in listed.iter_blocks() for name in (block.name, block.patch_name)
+                }
             self._is_fetching = True
             self._wake(self._awaited)
         return listed
@@ -307,34 +308,34 @@ class PulledWeights:
         timeline, version, self.fetched_bytes = listed.timeline, listed.version, 0
         if (now := (listed.sizes, listed.block_bytes)) != self._cut:
             self._cut, self._held = now, {}
-        missing = [place for place in listed.places if self._held.get(place.offset) != place.digest]
+        missing = [block for block in listed.iter_blocks() if self._held.get(block.offset) != block.digest]
 
-        def is_whole(place: Place, data: bytes) -> bool:
-            return len(data) == place.size and hashlib.sha256(data).hexdigest() == place.digest
+        def is_whole(block: Block, data: bytes) -> bool:
+            return len(data) == block.size and hashlib.sha256(data).hexdigest() == block.digest
 
-        def read_patched(place: Place) -> bytes | None:
+        def read_patched(block: Block) -> bytes | None:
             """The block, from the one that is in the file; None if there is no patch for that, or no sound one."""
-            if not place.base or self._held.get(place.offset) != place.base:
+            if not block.base or self._held.get(block.offset) != block.base:
                 return None
-            old = os.pread(target, place.size, place.offset)
+            old = os.pread(target, block.size, block.offset)
 
             def patched(patch: bytes) -> bytes | None:
                 with contextlib.suppress(ValueError):
                     data = apply_patch(old, patch)
-                    if is_whole(place, data):
-                        self._keep(place.patch, patch)
+                    if is_whole(block, data):
+                        self._keep(block.patch_name, patch)
                         return data
                 return None
 
             with contextlib.suppress(FileNotFoundError):
-                return self._read(timeline, version, place.patch, peers, patched)
+                return self._read(timeline, version, block.patch_name, peers, patched)
             return None
 
-        def read_whole(place: Place) -> bytes:
-            name = f"{self._store.url}/{FOLDER}/{timeline}/{place.block}"
+        def read_whole(block: Block) -> bytes:
+            name = f"{self._store.url}/{FOLDER}/{timeline}/{block.name}"
             try:
                 data = self._read(
-                    timeline, version, place.block, peers, lambda data: data if is_whole(place, data) else None
+                    timeline, version, block.name, peers, lambda data: data if is_whole(block, data) else None
                 )
             except FileNotFoundError as error:
                 raise ServiceError(
@@ -344,17 +345,17 @@ class PulledWeights:
                 raise CodecError(f"{name} is not what the trainer has sent: its SHA-256 is another")
             return data
 
-        def fetch(place: Place) -> None:
+        def fetch(block: Block) -> None:
             if stopped():
                 raise ServiceError(f"version {version} is not fetched: the replica ends, or there is a newer one")
-            data = read_patched(place) or read_whole(place)
+            data = read_patched(block) or read_whole(block)
             with self._lock:
-                self._held.pop(place.offset, None)
-            if (written := os.pwrite(target, data, place.offset)) != place.size:
-                raise OSError(f"{self.file}: only {written} of {place.size} bytes were written; the disk is full")
+                self._held.pop(block.offset, None)
+            if (written := os.pwrite(target, data, block.offset)) != block.size:
+                raise OSError(f"{self.file}: only {written} of {block.size} bytes were written; the disk is full")
             with self._lock:
-                self._held[place.offset] = place.digest
-                self._wake((place.block, place.patch))
+                self._held[block.offset] = block.digest
+                self._wake((block.name, block.patch_name))
 
         target = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -391,8 +392,8 @@ class PulledWeights:
     # -- for others
 
     def serve(self, timeline: str, version: int, name: str, wait_s: float) -> bytes | None:
-        """Return the object of this name, for another replica that fetches the version; None if it will not be here. Raises `Coming` or
-        `Behind` if it may be, but is not after `wait_s`."""
+        """Return the object of this name, for another replica that fetches the version; None if it will not be here. Raises
+        `StillFetching` or `NotBegun` if it may be, but is not after `wait_s`."""
         until = time.monotonic() + wait_s
         while True:
             with self._lock:
@@ -421,21 +422,21 @@ class PulledWeights:
 
     def _find(self, wanted: tuple[str, int], name: str) -> bytes | tuple[Path, int, int] | Exception | None:
         """Return the object, or where it is, or how it stands with it."""
-        place = self._places.get(name)
-        if place is not None:
-            is_here = self._held.get(place.offset) == place.digest
+        block = self._blocks.get(name)
+        if block is not None:
+            is_here = self._held.get(block.offset) == block.digest
             if name in self._kept:
                 return (self._patches, *self._kept[name])
             if is_here:
-                return (self.file, place.offset, place.size) if name == place.block else None
-            if name == place.patch and self._held.get(place.offset) != place.base:
+                return (self.file, block.offset, block.size) if name == block.name else None
+            if name == block.patch_name and self._held.get(block.offset) != block.base:
                 return None  # it fetches the block
-            return Coming() if self._is_fetching else None
+            return StillFetching() if self._is_fetching else None
         if wanted == self._newest:
             return self._list if name.startswith("offers/") else None
         if self._newest is not None and self._newest[0] == wanted[0] and self._newest[1] > wanted[1]:
             return None
-        return Behind()
+        return NotBegun()
 
     def _keep(self, name: str, patch: bytes) -> None:
         """Keep a patch for others, if there is room."""

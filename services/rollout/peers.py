@@ -28,7 +28,7 @@ from headrace.base.tls import client_context
 from headrace.config import Config
 from headrace.net.credentials import load_credentials
 from headrace.net.service import read_body
-from headrace.run.weight_store import Behind, Coming
+from headrace.run.weight_store import NotBegun, StillFetching
 
 T = TypeVar("T")
 
@@ -226,9 +226,9 @@ class Served:
         try:
             serve = partial(self._serve, asked.timeline, asked.version, asked.name, WAIT_S)
             data = await loop.run_in_executor(self._threads, serve)
-        except Coming:
+        except StillFetching:
             return HTTPStatus.SERVICE_UNAVAILABLE, b"it is still fetched"
-        except Behind:
+        except NotBegun:
             return HTTPStatus.CONFLICT, b"the version is not known yet"
         return (HTTPStatus.NOT_FOUND, b"") if data is None else (HTTPStatus.OK, data)
 

@@ -26,7 +26,7 @@ from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
 from headrace.run.object_store import RunStore, check_package
-from headrace.run.weight_store import Behind, PulledWeights
+from headrace.run.weight_store import NotBegun, PulledWeights
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.rendezvous import Offer, Pulled
 from headrace_services.rollout.peers import AskedPeer, Peers, Served
@@ -117,7 +117,7 @@ class Puller:
     def _serve(self, timeline: str, version: int, name: str, wait_s: float) -> bytes | None:
         if self._weights is None:
             time.sleep(wait_s)  # it has not begun with its first version
-            raise Behind
+            raise NotBegun
         return self._weights.serve(timeline, version, name, wait_s)
 
     async def _fetch(self, replica: str, offer: Epoch) -> None:

@@ -15,10 +15,10 @@ from headrace.base.errors import CodecError, ServiceError
 from headrace.run import object_store
 from headrace.run.object_store import RunStore
 from headrace.run.weight_store import (
-    Behind,
-    Coming,
+    NotBegun,
     PublishedWeights,
     PulledWeights,
+    StillFetching,
     apply_patch,
     cut,
     make_patch,
@@ -361,7 +361,7 @@ def test_weights_of_another_shape_replace_those_in_the_file(
 def test_what_is_here_is_given_to_others(
     published: PublishedWeights, pulled: PulledWeights, weights: Weights, s3: S3Server
 ) -> None:
-    with pytest.raises(Behind):
+    with pytest.raises(NotBegun):
         pulled.serve("t1", 1, "blocks/1", 0.0)
     digest = weights.publish(published, 1)
     pull(pulled, 1, digest)
@@ -371,7 +371,7 @@ def test_what_is_here_is_given_to_others(
     assert pulled.serve("t1", 1, "blocks/1", 0.0) is None
     assert pulled.serve("t1", 0, "offers/0.json", 0.0) is None  # superseded
     for timeline, version in (("t1", 2), ("t2", 0)):
-        with pytest.raises(Behind):
+        with pytest.raises(NotBegun):
             pulled.serve(timeline, version, f"offers/{version}.json", 0.0)
     # a patch is there for whoever has the version before, once this one had it
     for part in weights.parts:
@@ -403,11 +403,11 @@ def test_who_asks_too_early_waits_until_it_comes(
     fetching.start()
     try:
         assert pulled.serve("t1", 1, "offers/1.json", 30.0)
-        with pytest.raises(Coming):
+        with pytest.raises(StillFetching):
             pulled.serve("t1", 1, name, 0.01)
         threading.Timer(0.05, held_back[one].set).start()
         assert pulled.serve("t1", 1, name, 20.0) == s3.objects[one].data
-        with pytest.raises(Coming):  # not all is here
+        with pytest.raises(StillFetching):  # not all is here
             pulled.serve("t1", 1, other, 0.01)
     finally:
         for event in held_back.values():

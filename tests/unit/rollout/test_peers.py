@@ -21,7 +21,7 @@ from headrace.config import Config
 from headrace.net.credentials import Credentials
 from headrace.net.http_access import HttpAccess
 from headrace.run import object_store
-from headrace.run.weight_store import Behind, Coming
+from headrace.run.weight_store import NotBegun, StillFetching
 from headrace_services.rollout import peers
 from headrace_services.rollout.peers import Peers, own_url
 from tests.support.pullers import FAN_OUT, Buffer, Replica, Trainer, running
@@ -197,7 +197,7 @@ async def test_a_parent_that_is_too_slow_is_asked_no_more(run: Run, impatient: N
         ended.set()
 
 
-@pytest.mark.parametrize("state", [Coming, Behind])
+@pytest.mark.parametrize("state", [StillFetching, NotBegun])
 async def test_a_parent_that_gets_no_further_is_asked_no_more(run: Run, impatient: None, state: Any) -> None:
     def wait(timeline: str, version: int, name: str, wait_s: float) -> bytes | None:
         raise state
@@ -262,7 +262,7 @@ async def test_peers_with_which_a_version_was_superseded_are_left_alone(run: Run
     def wait(timeline: str, version: int, name: str, wait_s: float) -> bytes | None:
         begun.set()
         time.sleep(wait_s)
-        raise Coming
+        raise StillFetching
 
     serve(run.replicas[0], wait)
     child = run.replicas[2]
