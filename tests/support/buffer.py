@@ -159,6 +159,18 @@ async def reserve(replay: ReplayClient, step: int) -> Reservation:
     return batch
 
 
+async def reserve_later(replay: ReplayClient, step: int) -> Reservation:
+    """The step's batch, once it is there."""
+    timeline = (await replay.state()).timeline
+
+    async def ready() -> Reservation | None:
+        batch = await replay.reserve(step, timeline)
+        return batch if isinstance(batch, Reservation) else None
+
+    found: Reservation = await eventually(ready)
+    return found
+
+
 async def rewind(replay: ReplayClient, version: int) -> RunState:
     return await replay.rewind(version, nonce())
 

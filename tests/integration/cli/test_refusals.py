@@ -11,7 +11,6 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from headrace_services.trainer.control.checkpoint import Checkpoints, Checkpoint
 from headrace_services.trainer.data import digest_problems, load_problems
 from tests.support.command import error_of, headrace, headrace_process, refused
 from tests.support.forks import command, fork
+from tests.support.http_server import Quiet, serving
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port
 
@@ -234,7 +234,7 @@ def test_a_tracker_that_would_get_nothing_is_told_before_the_run(
     overrides: list[str],
     said: str | None,
 ) -> None:
-    class OpenToOne(BaseHTTPRequestHandler):
+    class OpenToOne(Quiet):
         def do_POST(self) -> None:
             known = self.headers["Authorization"] == f"Basic {base64.b64encode(b'api:' + b'a' * 40).decode()}"
             self.send_response(200 if known else 401)
@@ -247,14 +247,11 @@ def test_a_tracker_that_would_get_nothing_is_told_before_the_run(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), OpenToOne) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{server.server_port}"
+    with serving(OpenToOne) as address:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://{address}")
         for name, value in environ.items():
             monkeypatch.setenv(name, value.format(address))
         done = headrace("config", "check", config, *(each.format(address) for each in overrides))
-        server.shutdown()
     assert done.returncode == 0
     assert "canary" not in done.stdout + done.stderr
     assert (said is None) == ("logger." not in done.stderr)
