@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 from collections.abc import Iterable, Sequence
@@ -113,6 +114,21 @@ async def healthy_replica(replay: ReplayClient, version: int = 0) -> str:
     await replay.register(replica, {"host": "here"})
     await refit(replay, version, [replica])
     return replica
+
+
+async def healthy_replicas(replay: ReplayClient, count: int) -> list[str]:
+    replicas = [nonce() for _ in range(count)]
+    for replica in replicas:
+        await replay.register(replica, {})
+    await refit(replay, 0, replicas)
+    return replicas
+
+
+async def keep_alive(replay: ReplayClient, replica: str) -> None:
+    """Its heartbeats, until cancelled."""
+    while True:
+        await replay.heartbeat(replica, [])
+        await asyncio.sleep(0.05)
 
 
 async def begin(replay: ReplayClient, prompts: int) -> str:
