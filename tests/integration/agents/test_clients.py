@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -104,7 +103,7 @@ async def with_blocking_openai(base_url: str, api_key: str, stream: bool) -> lis
             with client.chat.completions.stream(messages=messages, **GIVEN) as answering:
                 return answering.get_final_completion().choices[0].message
 
-        return await converse(partial(asyncio.to_thread, ask))
+        return await converse(lambda messages: asyncio.to_thread(ask, messages))
 
 
 async def with_openai_agents(base_url: str, api_key: str, stream: bool) -> list[Message]:
