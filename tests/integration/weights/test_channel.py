@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -305,25 +305,29 @@ def test_a_closed_group_frees_its_buckets(fleet: Fleet) -> None:
     assert not [kept for bucket in buckets if (kept := bucket()) is not None]
 
 
-def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) -> None:
-    let_go = threading.Event()
+def lead_acting(fleet: Fleet, act: Callable[[], object]) -> tuple[Channel, list[weakref.ref[torch.Tensor]]]:
+    """A group of one member, in which a call of `act` precedes each broadcast of weights; and their buckets so far."""
     buckets: list[weakref.ref[torch.Tensor]] = []
 
-    class Stuck(Channel):
+    class Acting(Channel):
         def _broadcast(self, tensor: torch.Tensor, *how: Any) -> None:
             if tensor.numel() > 32:  # no challenge
                 buckets.append(weakref.ref(self._buffers[0]))
-                assert let_go.wait(PATIENCE_S)
+                act()
             super()._broadcast(tensor, *how)
 
-    tensors = weights()
-    manifest = manifest_of(tensors)
-    fleet.start(manifest, 1)
+    fleet.start(manifest_of(weights()), 1)
     place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
-    channel = Stuck.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
+    return Acting.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened), buckets
+
+
+def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) -> None:
+    let_go = threading.Event()
+    channel, buckets = lead_acting(fleet, lambda: let_go.wait(PATIENCE_S))
+    tensors = weights()
     try:
         with pytest.raises(WeightChannelTimeout, match=r"the network is slow.*weight_channel\.timeout_s"):
-            send(channel, manifest, tensors, time.monotonic() + 1.0)
+            send(channel, manifest_of(tensors), tensors, time.monotonic() + 1.0)
         gc.collect()
         assert buckets[0]() is not None
     finally:
@@ -335,22 +339,14 @@ def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) ->
 
 def test_a_group_that_failed_frees_the_bucket_that_did_not_travel(fleet: Fleet) -> None:
     """Its error, which the channel keeps, knows what the failed call was given."""
-    buckets: list[weakref.ref[torch.Tensor]] = []
 
-    class Failing(Channel):
-        def _broadcast(self, tensor: torch.Tensor, *how: Any) -> None:
-            if tensor.numel() > 32:  # no challenge
-                buckets.append(weakref.ref(self._buffers[0]))
-                raise RuntimeError("connection reset")
-            super()._broadcast(tensor, *how)
+    def fail() -> None:
+        raise RuntimeError("connection reset")
 
+    channel, buckets = lead_acting(fleet, fail)
     tensors = weights()
-    manifest = manifest_of(tensors)
-    fleet.start(manifest, 1)
-    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
-    channel = Failing.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
     with pytest.raises(WeightChannelError, match="connection reset"):
-        send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
+        send(channel, manifest_of(tensors), tensors, time.monotonic() + PATIENCE_S)
     assert channel.join(PATIENCE_S)
     gc.collect()
     assert buckets[0]() is None
