@@ -126,8 +126,8 @@ def run() -> None:
     if isinstance(code, int):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does
         atexit._run_exitfuncs()
-        with contextlib.suppress(OSError):  # the interpreter says what it can't write
-            sys.stdout.flush()
-            sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # the interpreter says what it can't write
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the shell has closed it
+                stream.flush()
             os._exit(code)
     sys.exit(code)
