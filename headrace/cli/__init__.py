@@ -3,6 +3,6 @@
 from headrace.net.service import importing
 
 with importing():
-    from headrace.cli.app import main
+    from headrace.cli.app import main, run
 
-__all__ = ["main"]
+__all__ = ["main", "run"]

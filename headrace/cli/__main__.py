@@ -1,3 +1,3 @@
-from headrace.cli import main
+from headrace.cli import run
 
-main()
+run()

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from headrace.base.errors import ConfigError, Problems
 from headrace.config.environments import drop_former
@@ -381,21 +379,6 @@ def _drop(values: dict[str, Any], keys: Sequence[int | str]) -> None:
             return
 
 
-class _Settings(Config, BaseSettings):
-    """The settings for which pydantic-settings reads variables."""
-
-    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", env_parse_none_str="null")
-
-
-class _EnvironmentSource(EnvSettingsSource):
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__(_Settings)
-        self.env_vars = {name.lower(): None if value == "null" else value for name, value in environ.items()}
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        return parse(value, f"environment variable for {field_name}")
-
-
 def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
     """Yield (keys, value) of every `HEADRACE_*` variable. Raises `ConfigError` for one whose section is unknown."""
     named = {name: value for name, value in environ.items() if name.upper().startswith(PREFIX)}
@@ -407,7 +390,10 @@ def _environment(environ: Mapping[str, str]) -> Iterator[tuple[Keys, Any]]:
             hint = f"did you mean {variable_name(close.split('.'))}?" if close else "the section does not exist"
             problems.add(f"{name}: unknown variable; {hint}")
     problems.tell()
-    yield from _leaves(_EnvironmentSource(named)(), ())
+    if named:
+        from headrace.config.variables import read_variables  # it takes a twentieth of a second to import
+
+        yield from _leaves(read_variables({name[len(PREFIX) :]: value for name, value in named.items()}), ())
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:

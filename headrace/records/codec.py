@@ -14,20 +14,24 @@ from __future__ import annotations
 
 import re
 from types import GenericAlias
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, NewType, TypeVar, get_args
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from headrace.base.deferred import np
 from headrace.base.errors import CodecError
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
-UInt8 = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Int32 = npt.NDArray[np.int32]
+    Float32 = npt.NDArray[np.float32]
+    UInt8 = npt.NDArray[np.uint8]
+else:  # names alone: the codec knows what stands behind them
+    Int32, Float32, UInt8 = (NewType(name, object) for name in ("Int32", "Float32", "UInt8"))
 
 # How the elements of an array field are encoded.
-_DTYPES: dict[Any, np.dtype[Any]] = {Int32: np.dtype("<i4"), Float32: np.dtype("<f4"), UInt8: np.dtype("u1")}
+_DTYPES: dict[Any, str] = {Int32: "<i4", Float32: "<f4", UInt8: "|u1"}
 _WRITTEN = frozenset(_DTYPES.values())
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -57,7 +61,7 @@ class Codec(Generic[R]):
         self._decode = msgspec.msgpack.Decoder(self._stored).decode
 
     @property
-    def dtypes(self) -> dict[str, np.dtype[Any]]:
+    def dtypes(self) -> dict[str, str]:
         """The dtypes of the array fields by name, including those of the records inside."""
         own = {name: dtype for _, name, dtype in self._arrays}
         for _, _, codec in self._records:
@@ -94,7 +98,7 @@ class Codec(Generic[R]):
                 values[place] = np.frombuffer(values[place], dtype)
             except ValueError as error:
                 raise CodecError(
-                    f"{self._what}: field {name!r} has {len(values[place])} bytes, not a multiple of {dtype.itemsize}"
+                    f"{self._what}: field {name!r} has {len(values[place])} bytes, not a multiple of {dtype[2]}"
                 ) from error
         for place, _, codec in self._records:
             values[place] = tuple(map(codec._load, values[place]))
@@ -150,10 +154,10 @@ def _to_array(value: Any) -> Any:
     """Return the elements of an array in order, little-endian."""
     if type(value) is not np.ndarray:
         raise TypeError(f"a {type(value).__name__}, {value!r:.80}")
-    if value.dtype in _WRITTEN:
+    if value.dtype.str in _WRITTEN:
         return value.data if value.flags.c_contiguous else value.tobytes()
     dtype = value.dtype.newbyteorder("<")
-    if dtype not in _WRITTEN:
+    if dtype.str not in _WRITTEN:
         raise TypeError(f"an array of {value.dtype}; give int32, float32 or uint8")
     return value.astype(dtype).tobytes()
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from headrace.base.deferred import np
 from headrace.base.errors import CodecError
 from headrace.records.codec import Codec, Float32, Int32, UInt8, pack, read_schema
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Int = npt.NDArray[np.intp]
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Lane = Literal["train", "validation"]
 FinishReason = Literal["stop", "length"]
 Message = dict[str, Any]
-Int = npt.NDArray[np.intp]
 
 LANES = ("train", "validation")
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from headrace.base.deferred import np
 
 # The lowest reward with which a completion passes.
 THRESHOLD = 1.0

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from headrace.base.deferred import np
 from headrace.base.errors import CodecError
 from headrace.records.origin import Origin, trace_origin, with_timelines
 from headrace.records.score import FREE_OF_SCORE, Score

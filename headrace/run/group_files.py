@@ -16,14 +16,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from headrace.base.deferred import np
 from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.base.files import atomic_write, fsync
 from headrace.records.group_event import Cursor, GroupEvent, parse_cursor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FOLDER = "groups"
 # Files of one level that are merged into one, and the bytes that they may have together.

@@ -12,11 +12,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from headrace.base.deferred import np
 from headrace.base.errors import ConfigError
 from headrace.config import Config
 from headrace.run import group_files
@@ -24,6 +22,11 @@ from headrace.run.balance import Balance, Workload
 from headrace.run.findings import TOTAL, Window, in_window, usual
 from headrace.run.journal import Line
 from headrace.run.now import Now, count_replicas
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
 
 # Groups whose lengths are drawn, the newest ones.
 _GROUPS = 4096
@@ -34,8 +37,6 @@ _FIELDS = ("id", "part", "group", "what", "tokens")
 _CLOCK_S = 1e-3
 # Some of the time of a token is not shared with other sequences, however little the measurements tell of it.
 MOST_SHARED = 0.99
-
-Floats = NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True)

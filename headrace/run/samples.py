@@ -11,19 +11,16 @@ import enum
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
+from headrace.base.deferred import np
 from headrace.base.printable import printable
 from headrace.records.score import Score, Status
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, FinishReason, Float32, Group, Message
 from headrace.run import group_rewards
 from headrace.run.token_texts import TokenTexts
-
-if TYPE_CHECKING:
-    pass
 
 Ranking = Literal["best", "worst"]
 

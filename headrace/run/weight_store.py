@@ -20,14 +20,16 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
+from headrace.base.deferred import np
 from headrace.base.errors import CodecError, ServiceError
 from headrace.run.object_store import RunStore, run_all
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Buffer = bytes | memoryview
 

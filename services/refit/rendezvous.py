@@ -12,9 +12,9 @@ from typing import Annotated, Any, Self, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError
-from headrace.records.trajectory import Int32
 from headrace_services.refit.backends import Backend
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.states import StateReference
@@ -64,7 +64,7 @@ class Rendezvous(_Message, frozen=True):
     timeout_s: AboveZero
     connect_s: AboveZero
     manifest: Manifest
-    probe_token_ids: Int32
+    probe_token_ids: NDArray[np.int32]
     states: StateReference | None = None
 
     def derive_group(self, members: Sequence[str]) -> str:
@@ -105,7 +105,7 @@ class Offer(_Message, frozen=True):
     the weights ends after `timeout_s`."""
 
     digest: str
-    probe_token_ids: Int32
+    probe_token_ids: NDArray[np.int32]
     timeout_s: AboveZero
 
 
@@ -116,7 +116,7 @@ class Pulled(_Message, frozen=True):
     file: str
     manifest: Manifest
     checksums: tuple[int, ...]
-    probe_token_ids: Int32
+    probe_token_ids: NDArray[np.int32]
     timeout_s: AboveZero
     states: None = None
 

@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.records.trajectory import Float32
-
 PLACES = 8
 DIRECTIONS = 8
 # How much sketches may differ, relative to their size: where both compute in float32, the order of sums changes them by up to 1e-5. The
@@ -29,8 +27,8 @@ class StateReference(msgspec.Struct, frozen=True):
     """The trainer's states on the probe: `sketches` [points * places * DIRECTIONS] and how much those of a replica may differ, `bounds`
     [points]. The points are before the first layer, after each layer, and after the norm that follows the last."""
 
-    sketches: Float32
-    bounds: Float32
+    sketches: NDArray[np.float32]
+    bounds: NDArray[np.float32]
 
     @property
     def layers(self) -> int:
@@ -48,7 +46,7 @@ def sketch(states: NDArray[np.float32]) -> NDArray[np.float32]:
     return states @ directions
 
 
-def apart(one: Sequence[float] | Float32, other: Float32) -> float:
+def apart(one: Sequence[float] | NDArray[np.float32], other: NDArray[np.float32]) -> float:
     """Return by how much two sketches of one point differ: at the place where that is most, relative to the size of `other`."""
     ours, theirs = (np.asarray(it, dtype=np.float64).reshape(-1, DIRECTIONS) for it in (one, other))
     return float((np.linalg.norm(ours - theirs, axis=1) / np.maximum(np.linalg.norm(theirs, axis=1), 1e-30)).max())

@@ -16,7 +16,8 @@ from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result
 
 _LARGEST_CAPACITY = 65536
-# How long a call waits for credit that is on its way, or for another process to take work that was lost.
+# How long a call waits in all for credit that is on its way, or for another process to take work that was lost. What doesn't begin by then
+# has not started: later it would have less than the call's time, and be charged for it.
 _CREDIT_WAIT_S = 1.0
 # bytes of a message reserved for everything but its trajectories
 _ENVELOPE_BYTES = 256

@@ -35,8 +35,6 @@ from headrace_services.reward.function_backend import FunctionBackend
 from headrace_services.reward.hosted import Hosted, HostedBackend
 from headrace_services.reward.http import build_app
 from headrace_services.reward.hub import Hub
-from headrace_services.reward.judge.asking import VerdictStore
-from headrace_services.reward.llm_judge import LLMJudge
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.reward_model import RewardModel
 from headrace_services.reward.sandboxed import SandboxedBackend
@@ -149,6 +147,10 @@ def make_hosted(name: str, env: LLMJudgeConfig | RewardModelConfig, config: Conf
     """Create the hosted environment of `env.<name>`. Raises `ConfigError` if something that it needs can't be used."""
     if isinstance(env, RewardModelConfig):
         return RewardModel(name, env)
+    # numpy and jinja2 are a fifth of what a hub takes to start
+    from headrace_services.reward.judge.asking import VerdictStore
+    from headrace_services.reward.llm_judge import LLMJudge
+
     if config.run.id is None:
         return LLMJudge(name, env, VerdictStore(None))
     folder = config.run_folder

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from headrace import Sample
 from headrace.config import Config
@@ -19,10 +20,16 @@ from headrace.records.score import Score
 from headrace.replay import ReplayClient
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace_services.replay.scorer import run_scorer
+from headrace_services.reward import attached
 from headrace_services.reward.main import Running, running
 from tests.support.processes import started
 
 WAIT_S = 60.0
+
+
+def credit_wait(seconds: float) -> Any:
+    """How long the hubs of this process wait in all for credit of attached processes."""
+    return mock.patch.object(attached, "_CREDIT_WAIT_S", seconds)
 
 
 class Hub:

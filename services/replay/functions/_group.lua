@@ -82,7 +82,12 @@ local function queue_of(run, lane, kind)
   return lane == 'train' and run.base .. 'queue' or of_kind(run, 'validation', kind)
 end
 
-local function lease_end(run, deadline) return math.min(run.now + run.lease_ms, deadline) end
+-- It may be before all that is due: the run may have gone on with shorter limits.
+local function lease_end(run, deadline)
+  local ends = math.min(run.now + run.lease_ms, deadline)
+  due_at(run, ends)
+  return ends
+end
 
 -- Law 6: the group has progressed under its lease, so its deadline starts over and its lease is renewed. Returns when the lease ends.
 -- `progress`: as a heartbeat reported it. What counts as progress is in docs/replay.md.

@@ -4,7 +4,7 @@
 -- (trajectories that it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups
 -- that it holds, if any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open), pulls (whether it is
 -- a replica that pulls its weights, see _offers.lua).
--- uses: _group, _run
+-- uses: _group
 
 -- Whether the taker's weights may write this group. All replicas in epochs have the newest. Those of a replica that pulls may be too old to
 -- be trained on (law 2), and are not those that a validation evaluates, unless they are of its version.
@@ -23,7 +23,6 @@ local function hold_lease(run, group, taker)
   local ends = advance(run, group.key, 0)
   redis.call('ZADD', run.base .. 'leases', ends, group.id)
   redis.call('SADD', run.base .. 'h:' .. taker.holder, group.id)
-  due_at(run, ends)
   return ends - run.now
 end
 

@@ -25,6 +25,7 @@ register('renew_scoring', {
       lost[#lost + 1] = i - 1
     elseif not late then
       redis.call('ZADD', taken, deadline, id .. ':' .. index)
+      due_at(run, deadline)  -- it may be before all that is due, as in `lease_end`
     end
   end
   return lost

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from headrace.base.errors import ServiceError
 from headrace.records.score import Score
-from headrace.records.trajectory import AnyTrajectory, Float32, Int, Trajectory, decode_trajectory
+from headrace.records.trajectory import AnyTrajectory, Float32, Trajectory, decode_trajectory
 from headrace.replay import ReservedTrajectory
 from headrace_services.trainer.distributed.host_copies import on_device
 from headrace_services.trainer.distributed.ranks import Ranks
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]
+Int = npt.NDArray[np.intp]
 Int8 = npt.NDArray[np.int8]
 
 

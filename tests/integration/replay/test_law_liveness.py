@@ -56,6 +56,25 @@ async def test_law_6_liveness_no_heartbeat_renews_past_the_deadline(replay: Repl
     assert (await group_of(replay, lease))["failures"] == 1
 
 
+async def test_law_6_liveness_a_shorter_deadline_holds_from_now_on(replay: ReplayClient, limits: Limits) -> None:
+    """Though what began under the longer one is all that falls due."""
+    hour = dict.fromkeys(("lease_s", "group_deadline_s", "scoring_deadline_s", "replica_dead_s"), 3600.0)
+    await tighten(replay, limits, **hour)
+    replica = await begin(replay, 2)
+    scored, hung = await replay.lease(replica, 2)
+    await push_all(replay, scored)
+    jobs = await replay.take_scoring({"math": 64})
+    await tighten(replay, limits, **hour | {"group_deadline_s": 0.5, "scoring_deadline_s": 0.5})
+    assert (await replay.heartbeat(replica, [hung.token], [1])).lost == ()
+
+    async def lost() -> bool:
+        return (await replay.heartbeat(replica, [hung.token])).lost == (hung.token,)
+
+    await eventually(lost)
+    assert await replay.renew_scoring(jobs) == []
+    await eventually(lambda: replay.take_scoring({"math": 64}))
+
+
 async def test_law_6_liveness_a_poison_group_ends_as_failed(replay: ReplayClient, limits: Limits) -> None:
     replica = await begin(replay, 3)
     for attempt in (1, 2, 3):

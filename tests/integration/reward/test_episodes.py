@@ -27,7 +27,7 @@ from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 from headrace_services.reward import served as served_module
 from headrace_services.reward.main import sources_of_parts
 from tests.support.raw_environment import raw_environment, scored
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_environment, start_hub
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, credit_wait, start_environment, start_hub
 from tests.support.waiting import eventually
 
 ODD = Path(__file__).parents[2] / "support" / "odd_program.py"
@@ -160,7 +160,8 @@ async def test_what_there_is_no_room_for_is_not_started(start: Start, tmp_path: 
         held = [episode(do="hang", touch=str(each), cancelled=str(tmp_path / "gone")) for each in begun]
         running = [asyncio.create_task(run(hub, each)) for each in held]
         await eventually(lambda: all(each.exists() for each in begun))
-        assert (await score(hub, episode(policy.session(["7"])))).status == "NOT_STARTED"
+        with credit_wait(0):
+            assert (await score(hub, episode(policy.session(["7"])))).status == "NOT_STARTED"
         for each in running:
             each.cancel()
 
@@ -347,7 +348,8 @@ async def test_a_grader_does_not_wait_for_its_processs_episodes(tmp_path: Path) 
         begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
         held = asyncio.create_task(run(hub, episode(do="hang", touch=str(begun), cancelled=str(cancelled))))
         await eventually(begun.exists)
-        assert (await score(hub, episode(do="leave"))).status == "NOT_STARTED"
+        with credit_wait(0):
+            assert (await score(hub, episode(do="leave"))).status == "NOT_STARTED"
         (graded,) = await hub.score([Sample("abc", environment="odd")])
         assert (graded.reward, graded.environment) == (3, "OddGrader")
         held.cancel()

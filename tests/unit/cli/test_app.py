@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,29 @@ def test_help_breaks_its_lines_where_the_terminal_does(command: list[str]) -> No
 def test_the_version_is_that_of_the_package() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout.split()) == (0, ["headrace", importlib.metadata.version("headrace")])
+
+
+ENDING = """
+import atexit, sys, threading
+from headrace.cli import run
+
+class Freed:
+    def __del__(self):
+        print("shut down")
+
+kept = Freed()
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread"))).start()
+sys.argv[0] = "headrace"
+run()
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--version", 0), ("--unknown", 2)])
+def test_a_command_ends_its_threads_and_its_process_alone(argument: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING, argument], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == code
+    assert done.stdout.splitlines()[-2:] == ["a thread", "at exit"]
 
 
 def test_a_shell_completes_commands() -> None:
