@@ -70,10 +70,10 @@ def measure(url: str, size: int, folder: Path, rounds: int) -> dict[str, tuple[f
     for name, change in cases.items():
         samples = []
         for _ in range(rounds):
+            weights = weights.copy()  # what was published stays as it is
             change()
             version += 1
-            now = weights.copy()  # what was published stays as it is
-            parts = [now[begin : begin + PART].data for begin in range(0, size, PART)]
+            parts = [weights[begin : begin + PART].data for begin in range(0, size, PART)]
             began = time.perf_counter()
             digest = published.publish(version, {}, [], parts)
             sent = time.perf_counter()
@@ -82,7 +82,7 @@ def measure(url: str, size: int, folder: Path, rounds: int) -> dict[str, tuple[f
             samples.append((published.sent_bytes / 1e6, pulled.fetched_bytes / 1e6, sent - began, ended - sent))
             published.clean(0)
         rows[name] = tuple(statistics.median(column) for column in zip(*samples, strict=True))
-    assert (folder / "weights").read_bytes() == weights.tobytes()
+    assert _digest(folder / "weights") == hashlib.sha256(weights.data).hexdigest()
     copies = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -148,9 +148,13 @@ async def _pull_all(pipe: Connection, place: int, url: str, folder: Path) -> Non
             ended = time.perf_counter()
             still.cancel()
             # others may still fetch from this one
-            digest = await asyncio.to_thread(lambda: hashlib.sha256(replica.file.read_bytes()).hexdigest())
-            pipe.send((ended, digest, max(_STILL, default=0.0)))
+            pipe.send((ended, await asyncio.to_thread(_digest, replica.file), max(_STILL, default=0.0)))
             _STILL.clear()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as bytes_:
+        return hashlib.file_digest(bytes_, "sha256").hexdigest()
 
 
 _STILL: list[float] = []
