@@ -563,10 +563,15 @@ class Fleet(Scoring):
 
     def _of_lease(self, lease: Lease) -> Held:
         self.expire()
-        self.require_timeline(lease.timeline)
-        if lease.incarnation != self.incarnation:
+        if self._is_foreign(lease):
             self.refuse(WrongTimeline)
         return self.held_lease(lease.group.id, lease.token)
+
+    def _is_foreign(self, lease: Lease) -> bool:
+        """Whether the lease is of an earlier timeline or incarnation, and did not outlive its end."""
+        held = self.groups.get(lease.group.id)
+        outlives = held is not None and held.token == lease.token
+        return lease.incarnation != self.incarnation or (lease.timeline != self.timeline and not outlives)
 
     # -- trajectories
 
@@ -582,10 +587,10 @@ class Fleet(Scoring):
         for place, (lease, _) in enumerate(items):
             fences.setdefault((lease.timeline, lease.incarnation), []).append(place)
         answers: list[ReplayError | None] = [None] * len(items)
-        for fence, places in fences.items():
+        for places in fences.values():
             self.expire(fills=True)
             for place in places:
-                if fence != (self.timeline, self.incarnation):
+                if self._is_foreign(items[place][0]):
                     answers[place] = self.refusal(WrongTimeline(""))
                 else:
                     answers[place] = take(*items[place])
