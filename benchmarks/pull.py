@@ -197,8 +197,8 @@ def main() -> None:
         store = arguments.store or f"file://{folder}/store"
         rows = measure(f"{store}/{uuid.uuid4().hex[:8]}", arguments.megabytes << 20, folder, arguments.rounds)
     table = Table("changed", "MB sent", "MB fetched", "send, s", "fetch, s", "send, CPU s", "fetch, CPU s")
-    for name, (sent, fetched, *seconds) in rows.items():
-        table.add_row(name, f"{sent:.0f}", f"{fetched:.0f}", *(f"{each:.2f}" for each in seconds))
+    for name, (sent, fetched, *clocks) in rows.items():
+        table.add_row(name, f"{sent:.0f}", f"{fetched:.0f}", *(f"{each:.2f}" for each in clocks))
     Console().print(table)
 
 
