@@ -64,7 +64,7 @@ def worker_state(
 HELD = frozenset({"a", "b"})
 
 
-def test_law_2_what_later_weights_write_ends_with_their_timeline_although_the_buffer_lost_them() -> None:
+def test_law_2_what_weights_that_a_rewind_ended_write_ends() -> None:
     rewound = {"held": HELD, "epoch": epoch(version=2), "in_flight_updates": True}
     assert decide(worker_state("STALE", weights=("before", 2), **rewound)) == [Acknowledge(epoch(version=2))]
     assert decide(worker_state("STALE", weights=("before", 3), **rewound)) == [Abort(HELD), Rejoin()]
