@@ -171,13 +171,13 @@ def failures(state: RunState, reasons: Sequence[str], folder: Path) -> Iterator[
 
 
 def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, str]]:
-    """Yield lines about the broken environments: since when, what waits for each, its message, and the traceback."""
+    """Yield lines about the environments with an open breaker: since when, what waits for each, its message, and the traceback."""
     for each in environments:
         if each.broken:
             waiting = each.waiting + each.taken
             yield (
                 "waits for",
-                f"environment {each.name}, broken for {each.broken_s:.0f} s, {waiting} trajectories: {each.message}",
+                f"environment {each.name}, {each.trouble} for {each.broken_s:.0f} s, {waiting} trajectories: {each.message}",
             )
             yield from (("", line) for line in each.traceback.splitlines())
 

@@ -306,8 +306,8 @@ class Pipeline:
         for name, state in self._broken.items():
             if name not in self._waiting_since:
                 reload = self._reload(name) if state.kind == "NOT_STARTED" else ""
-                broken = f"it is broken: {state.message}{self._repair(name)}"
-                waits.append(Wait(whom(name), state.broken_s, reload or broken))
+                trouble = f"it is {state.trouble}: {state.message}{self._repair(name)}"
+                waits.append(Wait(whom(name), state.broken_s, reload or trouble))
         return waits
 
     def _reload(self, environment: str) -> str:

@@ -19,7 +19,12 @@ from headrace.config.logger import LoggerConfig
 _ANSWER_S = 60.0
 _SERVER = "MLFLOW_TRACKING_URI"
 # An answer that is late now need not be late later. MLflow would try for minutes.
-_BRIEFLY = {"WANDB_SILENT": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+_BRIEFLY = {
+    "WANDB_SILENT": "true",
+    "WANDB_HTTP_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+}
 
 
 def find_problems(logger: LoggerConfig) -> Iterator[str]:
@@ -35,14 +40,15 @@ def find_problems(logger: LoggerConfig) -> Iterator[str]:
         yield f"logger.mlflow_enabled: {problem}; the run goes on, and MLflow gets its metrics once it takes them"
 
 
-def is_logged_in() -> bool:
-    """Return whether there is a login for Weights & Biases, or WANDB_MODE makes it unnecessary."""
+def is_logged_in(*, verify: bool = False) -> bool:
+    """Return whether there is a login for Weights & Biases, or WANDB_MODE makes it unnecessary. With `verify` its server is asked; raises
+    an error of the library if it does not accept the login, or does not answer."""
     import wandb
 
     if "WANDB_MODE" in os.environ:
         return True
     try:
-        return bool(wandb.login(verify=False, timeout=1))
+        return bool(wandb.login(verify=verify, timeout=1))
     except (wandb.errors.UsageError, TimeoutError):  # it would prompt for a key
         return False
 
@@ -75,7 +81,7 @@ def _main(tracker: str) -> str | None:
 
             server = os.environ[_SERVER]
             MlflowClient(server, registry_uri=server).search_experiments(max_results=1)
-        elif not is_logged_in():
+        elif not is_logged_in(verify=True):
             return (
                 "not logged in (`wandb login`, or WANDB_API_KEY); the run is written to files, which `wandb sync` sends"
             )

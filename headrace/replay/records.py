@@ -286,6 +286,16 @@ class EnvironmentState(msgspec.Struct, frozen=True):
     probes: int = 0
     probe_in_s: float = 0.0
 
+    @property
+    def trouble(self) -> str:
+        """What it is if its breaker is open."""
+        return trouble_of(self.kind)
+
+
+def trouble_of(kind: str) -> str:
+    """Return what an environment is whose breaker is open for this `kind` of reason."""
+    return "unavailable" if kind == "NOT_STARTED" else "broken"
+
 
 class ScoringJob(msgspec.Struct, frozen=True):
     group: Group

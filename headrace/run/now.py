@@ -54,7 +54,8 @@ class RunnerNow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class EnvironmentNow(msgspec.Struct, frozen=True, omit_defaults=True):
     """An environment. Trajectories: `waiting` for it, `in_hand` of it, and the most that it takes, `capacity`. `broken`: its breaker is
-    open, and `message` says why. Of the scores of the last minute, half took no longer than `p50_s`, and 99 of 100 no longer than `p99_s`.
+    open; `trouble` is then `broken`, or `unavailable` if it starts nothing, and `message` says why. Of the scores of the last minute, half
+    took no longer than `p50_s`, and 99 of 100 no longer than `p99_s`.
     """
 
     name: str
@@ -62,6 +63,7 @@ class EnvironmentNow(msgspec.Struct, frozen=True, omit_defaults=True):
     in_hand: int
     broken: bool
     message: str | None = None
+    trouble: str | None = None
     capacity: int | None = None
     p50_s: float | None = None
     p99_s: float | None = None

@@ -115,6 +115,9 @@ def _fill(
         castable = part.is_floating_point() and tensor.is_floating_point()
         if found != (spec.name, found[1] if castable else spec.dtype, spec.shape):
             raise ValueError(f"the manifest announces {spec}, the source yielded {found}")
+        # a copy between devices that also casts would cast on the host, in memory that isn't pinned
+        if tensor.device != part.device:
+            tensor = tensor.to(part.dtype)
         part.copy_(tensor.detach().reshape(-1))
         note(part)
         offset += spec.nbytes

@@ -22,6 +22,7 @@ from headrace.net.service import bind, serve_http, stop_on_signals
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
 from headrace.replay.connection import BufferConnection, hide_password, keeping_cancellation, open_redis
+from headrace.replay.records import trouble_of
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.replicas_wanted import ReplicasWanted
 from headrace_services.replay import library
@@ -246,8 +247,9 @@ class _Buffer:
         for name in broken.keys() - self._broken.keys():
             traceback = broken[name]["traceback"]
             _log.error(
-                "environment %s is broken; the run waits for it, and nothing is lost: %s%s",
+                "environment %s is %s; the run waits for it, and nothing is lost: %s%s",
                 name,
+                trouble_of(broken[name]["kind"]),
                 broken[name]["message"],
                 f"\n{traceback}" if traceback else "",
             )

@@ -18,6 +18,7 @@ import yaml
 
 from tests.chaos.clocks import Clocks
 from tests.chaos.conduct import Conduct
+from tests.chaos.evidence import Quarantined
 from tests.chaos.plan import YOURS, Fault
 from tests.chaos.processes import Process, Supervised, Victim
 from tests.chaos.servers import Embedded, External, Servers, limit_memory, tear_behind, tear_tail, written
@@ -81,17 +82,6 @@ class Moved:
     seen_s: float
     dead: tuple[str, ...]
     over: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Quarantined:
-    """What came of a replica that computes something else. `version`: the newest weights when it was quarantined; `holds`: groups that it
-    held some steps later; `healthy`: the others, about then."""
-
-    replica: str
-    version: int
-    holds: int
-    healthy: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.properties import clock
+from tests.properties.world import World
 from tests.support.redis_servers import buffer_server
 
 HERE = Path(__file__).parent
@@ -35,3 +36,12 @@ def clocked_url(server_kind: str, tmp_path_factory: pytest.TempPathFactory) -> I
     folder, binary = tmp_path_factory.mktemp("replay"), SERVERS[server_kind]
     with buffer_server(folder, clock.load, appendfsync="no", binary=binary) as server:
         yield server.url
+
+
+@pytest.fixture
+async def world(clocked_url: str, run_id: str) -> AsyncIterator[World]:
+    """A run that is not open yet. At the end the buffer is as the model is."""
+    world = World(clocked_url, run_id)
+    yield world
+    await world.compare_all()
+    await world.client.aclose()

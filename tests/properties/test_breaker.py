@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,22 +22,11 @@ def setting() -> Setting:
 
 
 @pytest.fixture
-async def world(clocked_url: str, run_id: str, setting: Setting) -> AsyncIterator[World]:
-    world = World(clocked_url, run_id)
+async def world(world: World, setting: Setting) -> World:
     await world.open(setting.limits())
     await world.call("register", "replica", {})
-    await refit(world, 0)
-    yield world
-    await world.compare_all()
-    await world.client.aclose()
-
-
-async def refit(world: World, version: int) -> None:
-    epoch = f"epoch-{version}"
-    await world.call("open_epoch", epoch, version, world.model.timeline, {})
-    await world.call("acknowledge", "replica", epoch)
-    await world.call("begin_epoch", epoch, {}, [0.0], 1e-3)
-    await world.call("verify", "replica", epoch, [0.0])
+    await world.refit()
+    return world
 
 
 async def generate(world: World, names: Sequence[str], most: int = 8) -> list[str]:
@@ -151,7 +140,7 @@ async def test_an_environment_that_breaks_later_gives_attempts_back(world: World
     await say(world, await take(world), "SCORED")
     for step in range(2):
         await world.call("reserve", step, world.model.timeline)
-    await refit(world, 2)
+    await world.refit(2)
     await generate(world, ["math"] * 4)
     while not await broken(world):
         await say(world, await take(world, 1), "FAILED")

@@ -15,20 +15,14 @@ from tests.support.buffer import make_group, make_trajectory
 
 
 @pytest.fixture
-async def world(clocked_url: str, run_id: str) -> World:
-    world = World(clocked_url, run_id)
+async def world(world: World) -> World:
     await world.open(Setting().limits())
-    yield world
-    await world.compare_all()
-    await world.client.aclose()
+    return world
 
 
 async def verified_replica(world: World) -> None:
     await world.call("register", "replica", {})
-    await world.call("open_epoch", "epoch", 0, world.model.timeline, {})
-    await world.call("acknowledge", "replica", "epoch")
-    await world.call("begin_epoch", "epoch", {}, [0.0], 1e-3)
-    await world.call("verify", "replica", "epoch", [0.0])
+    await world.refit()
 
 
 async def test_law_1_a_repeated_enqueue_keeps_the_first_record(world: World) -> None:

@@ -3,7 +3,7 @@ The buffer is real, its clock the test's, and the model agrees with every call."
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -18,24 +18,13 @@ BEAT_MS = 5_000
 LONG_S = 20
 
 
-@pytest.fixture
-async def world(clocked_url: str, run_id: str) -> AsyncIterator[World]:
-    world = World(clocked_url, run_id)
-    yield world
-    await world.compare_all()
-    await world.client.aclose()
-
-
 async def begin(world: World, groups: int = 1, setting: Setting | None = None) -> list[Lease]:
     """The groups, leased to the replica `replica`, or the runner `runner`."""
     setting = setting or Setting()
     await world.open(setting.limits())
     await world.call("enqueue", [make_group(order) for order in range(groups)], world.model.timeline, False)
     await world.call("register", "replica", {})
-    await world.call("open_epoch", "epoch", 0, world.model.timeline, {})
-    await world.call("acknowledge", "replica", "epoch")
-    await world.call("begin_epoch", "epoch", {}, [0.0], 1e-3)
-    await world.call("verify", "replica", "epoch", [0.0])
+    await world.refit()
     if not setting.episodes:
         return await world.call("lease", "replica", groups)  # type: ignore[no-any-return]
     await world.call("register_runner", "runner", {})
@@ -210,9 +199,6 @@ async def test_law_2_what_is_over_age_is_not_kept_through_silence(world: World) 
     await beat(world, [silent], DEADLINE_S)
     for step in range(2):
         await world.call("reserve", step, world.model.timeline)
-    await world.call("open_epoch", "later", 2, world.model.timeline, {})
-    await world.call("acknowledge", "replica", "later")
-    await world.call("begin_epoch", "later", {}, [0.0], 1e-3)
-    await world.call("verify", "replica", "later", [0.0])
+    await world.refit(2)
     (again,) = await world.call("lease", "replica", 1)
     assert (again.group.id, again.missing, again.prefixes) == (silent.group.id, (0, 1), {})

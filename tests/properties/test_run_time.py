@@ -13,18 +13,12 @@ TEN_MINUTES_MS = 600_000
 
 
 @pytest.fixture
-async def world(clocked_url: str, run_id: str) -> World:
-    world = World(clocked_url, run_id)
+async def world(world: World) -> World:
     await world.open(Setting(attempts=1).limits())
     await world.call("enqueue", [make_group(0)], world.model.timeline, False)
     await world.call("register", "replica", {})
-    await world.call("open_epoch", "epoch", 0, world.model.timeline, {})
-    await world.call("acknowledge", "replica", "epoch")
-    await world.call("begin_epoch", "epoch", {}, [0.0], 1e-3)
-    await world.call("verify", "replica", "epoch", [0.0])
-    yield world
-    await world.compare_all()
-    await world.client.aclose()
+    await world.refit()
+    return world
 
 
 async def leased(world: World) -> Lease:

@@ -120,6 +120,14 @@ class World:
         self.model = Model(limits, START_MS, state.timeline, state.incarnation)
         await self.compare([])
 
+    async def refit(self, version: int = 0) -> None:
+        """The replica `replica` verifies the version."""
+        epoch = f"epoch-{version}"
+        await self.call("open_epoch", epoch, version, self.model.timeline, {})
+        await self.call("acknowledge", "replica", epoch)
+        await self.call("begin_epoch", epoch, {}, [0.0], 1e-3)
+        await self.call("verify", "replica", epoch, [0.0])
+
     async def pass_time(self, milliseconds: int) -> None:
         """The replay service calls every second, and so at least as often as here."""
         while (step := min(milliseconds, PACE_MS)) > 0:

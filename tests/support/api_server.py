@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import trustme
+
+from tests.support.http_server import Quiet, serving
 
 NAMESPACE, TOKEN = "training", "the-token"
 
@@ -26,7 +26,7 @@ class ApiServer:
         self.authority = trustme.CA()
         secrets, refused = self.secrets, self.refused
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Quiet):
             def answer(self, status: int, body: object) -> None:
                 self.send_response(status)
                 self.end_headers()
@@ -50,15 +50,10 @@ class ApiServer:
                 secrets[name] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.answer(200, secrets[name])
 
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer((host, 0), Handler)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.authority.issue_cert(host).configure_cert(context)
-        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
-        # what Kubernetes sets in every pod
-        self.variables = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": str(self.server.server_port)}
+        self.handler = Handler
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.authority.issue_cert(host).configure_cert(self.context)
+        self.variables: dict[str, str] = {}  # what Kubernetes sets in every pod
 
     def write_account(self, folder: Path) -> None:
         """Write what a pod with the service account finds in its volume."""
@@ -74,11 +69,7 @@ class ApiServer:
 @contextmanager
 def api_server(host: str = "127.0.0.1") -> Iterator[ApiServer]:
     server = ApiServer(host)
-    thread = threading.Thread(target=server.server.serve_forever)
-    thread.start()
-    try:
+    with serving(server.handler, host, server.context) as address:
+        port = address.removeprefix(f"{host}:")
+        server.variables |= {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         yield server
-    finally:
-        server.server.shutdown()
-        thread.join()
-        server.server.server_close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 from collections.abc import Iterable, Sequence
@@ -115,6 +116,21 @@ async def healthy_replica(replay: ReplayClient, version: int = 0) -> str:
     return replica
 
 
+async def healthy_replicas(replay: ReplayClient, count: int) -> list[str]:
+    replicas = [nonce() for _ in range(count)]
+    for replica in replicas:
+        await replay.register(replica, {})
+    await refit(replay, 0, replicas)
+    return replicas
+
+
+async def keep_alive(replay: ReplayClient, replica: str) -> None:
+    """Its heartbeats, until cancelled."""
+    while True:
+        await replay.heartbeat(replica, [])
+        await asyncio.sleep(0.05)
+
+
 async def begin(replay: ReplayClient, prompts: int) -> str:
     """So many prompts, and a replica that may lease them."""
     await enqueue(replay, range(prompts))
@@ -157,6 +173,18 @@ async def reserve(replay: ReplayClient, step: int) -> Reservation:
     batch = await replay.reserve(step, (await replay.state()).timeline)
     assert isinstance(batch, Reservation), batch
     return batch
+
+
+async def reserve_later(replay: ReplayClient, step: int) -> Reservation:
+    """The step's batch, once it is there."""
+    timeline = (await replay.state()).timeline
+
+    async def ready() -> Reservation | None:
+        batch = await replay.reserve(step, timeline)
+        return batch if isinstance(batch, Reservation) else None
+
+    found: Reservation = await eventually(ready)
+    return found
 
 
 async def rewind(replay: ReplayClient, version: int) -> RunState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
@@ -82,6 +83,19 @@ def fork(
         connection.sendall(request)
         (pid,) = NUMBER.unpack(connection.recv(NUMBER.size))
     return Forked(connection, pid)
+
+
+async def keep_forked(
+    deaths: list[int], target: Callable[..., None], *arguments: Any, log: Path | None = None
+) -> NoReturn:
+    """Run `target(*arguments)` in a process, and again each time that one has ended, until cancelled. Exit codes go to `deaths`."""
+    while True:
+        process = fork(target, *arguments, log=log)
+        try:
+            deaths.append(await asyncio.to_thread(process.wait))
+        except asyncio.CancelledError:
+            process.kill()
+            raise
 
 
 def be_forked(

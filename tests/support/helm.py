@@ -27,6 +27,14 @@ VERSIONS = tuple(f"1.{minor}" for minor in range(30, 38))
 Manifest = dict[str, Any]
 
 
+def merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """As Helm merges them."""
+    both = dict(defaults)
+    for key, value in values.items():
+        both[key] = merged(both.get(key) or {}, value) if isinstance(value, dict) else value
+    return both
+
+
 class Helm:
     """The `helm` command, in `folder`. Skips the test if the registry can't be reached."""
 

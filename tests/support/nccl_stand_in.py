@@ -20,7 +20,7 @@ from headrace.records.trajectory import Float32, Int32
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.refit.channel import Channel
-from tests.support.forks import Forked, fork
+from tests.support.forks import Forked, fork, keep_forked
 from tests.support.small_replica import SmallReplica
 from tests.support.weight_trainer import Trainer
 
@@ -166,13 +166,7 @@ def _run_doomed(url: str, run_id: str, model: str, moment: Moment, epoch: int, n
 async def keep_up(url: str, run_id: str, model: Path, deaths: list[int]) -> None:
     """A replica as a process, which connecting by NCCL ends with SIGKILL. It is started again each time, until this is cancelled. Exit
     codes go to `deaths`."""
-    while True:
-        process = fork(_run, url, run_id, str(model))
-        try:
-            deaths.append(await asyncio.to_thread(process.wait))
-        except asyncio.CancelledError:
-            process.kill()
-            raise
+    await keep_forked(deaths, _run, url, run_id, str(model))
 
 
 def _run(url: str, run_id: str, model: str) -> None:

@@ -32,6 +32,8 @@ data: {{train: {{dataset_name: arithmetic, env_name: math}}}}
 env: {{math: {{type: math}}}}
 """
 REPLICA = "rollout-1"
+# Of a group: seconds after START, the group, what happened, and other fields.
+Event = tuple[float, str, str, dict[str, Any]]
 
 
 def recorded_run(parent: Path, name: str = "adder", *, text: str = "1+1", groups: bool = True, **record: Any) -> Path:
@@ -111,6 +113,17 @@ def long_run(parent: Path, name: str, steps: int, metrics: int) -> Path:
             }
             file.write(_line("train", step, START + STEP_S * (step + 1), values) + "\n")
     return folder
+
+
+def write_events(run: Path, *events: Event) -> Path:
+    """Write a file of the history of groups."""
+    rows = [
+        {"id": f"{int((START + seconds) * 1000)}-{place}", "part": 0, "time": int((START + seconds) * 1000)}
+        | {"group": group, "what": what, **more}
+        for place, (seconds, group, what, more) in enumerate(events)
+    ]
+    names = [name for name in group_files.COLUMNS if any(name in row for row in rows)]
+    return group_files.write_file(run / group_files.FOLDER, {name: [row.get(name) for row in rows] for name in names})
 
 
 def _line(kind: str, step: int, time: float, metrics: Mapping[str, float], **more: Any) -> str:

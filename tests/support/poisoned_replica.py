@@ -8,18 +8,12 @@ from pathlib import Path
 
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
-from tests.support.forks import fork
+from tests.support.forks import keep_forked
 
 
 async def keep_up(url: str, run_id: str, model: Path, poison: int, most: int, deaths: list[int], log: Path) -> None:
     """Until cancelled. Exit codes go to `deaths`, what the processes say to `log`."""
-    while True:
-        process = fork(_run, url, run_id, str(model), poison, most, log=log)
-        try:
-            deaths.append(await asyncio.to_thread(process.wait))
-        except asyncio.CancelledError:
-            process.kill()
-            raise
+    await keep_forked(deaths, _run, url, run_id, str(model), poison, most, log=log)
 
 
 def _run(url: str, run_id: str, model: str, poison: int, most: int) -> None:

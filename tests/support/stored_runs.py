@@ -74,6 +74,11 @@ class Machine:
         self.checkpoints.publish(state, {version - 1: ["a"]})
         self.uploads.wake()
 
+    def send(self, version: int, weights: bytes = b"", **metrics: float) -> None:
+        """Publish a checkpoint, and wait until it is in the store."""
+        self.publish(version, weights, **metrics)
+        self.finish()
+
     def weights(self, version: int) -> bytes:
         return (self.checkpoints.path(version) / "policy" / "weights").read_bytes()
 

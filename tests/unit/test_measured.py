@@ -10,12 +10,11 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace.run import group_files
 from headrace.run.journal import Line
 from headrace.run.measured import fit_speed, measure
 from headrace.run.now import EnvironmentNow, Now, ReplicaNow
+from tests.support.page_runs import START, write_events
 
-STARTED = 1_764_000_000
 STEP_S = 10.0
 METRICS = {
     "timing/train/total_step_time": STEP_S,
@@ -33,27 +32,14 @@ def config(**asynchrony: Any) -> Config:
 
 def lines(*changes: dict[str, float]) -> list[Line]:
     return [
-        Line("train", step, "a", STARTED + STEP_S * (step + 1), {**METRICS, **change})
+        Line("train", step, "a", START + STEP_S * (step + 1), {**METRICS, **change})
         for step, change in enumerate(changes)
     ]
 
 
-def write(folder: Path, *events: tuple[float, str, str, dict[str, Any]]) -> Path:
-    """Write events of groups: seconds after the start, the group, what happened, and other fields."""
-    rows = [
-        {"id": f"{int((STARTED + seconds) * 1000)}-{place}", "part": 0, "time": int((STARTED + seconds) * 1000)}
-        | {"group": group, "what": what, **more}
-        for place, (seconds, group, what, more) in enumerate(events)
-    ]
-    names = [name for name in group_files.COLUMNS if any(name in row for row in rows)]
-    return group_files.write_file(
-        folder / group_files.FOLDER, {name: [row.get(name) for row in rows] for name in names}
-    )
-
-
 def one_group(folder: Path, at: float = 0.0) -> Path:
     """Two trajectories, of four and two tokens, side by side for two seconds; the longer one takes two more."""
-    return write(
+    return write_events(
         folder,
         (at + 1, "0-1", "leased", {"replica": "one"}),
         (at + 3, "0-1", "pushed", {"index": 0, "tokens": 2}),
@@ -106,7 +92,7 @@ def test_an_event_that_stands_in_two_files_counts_once(tmp_path: Path) -> None:
 
 
 def test_validations_take_a_replicas_time_but_are_not_trained(tmp_path: Path) -> None:
-    write(
+    write_events(
         tmp_path,
         (1, "0-1", "leased", {}),
         (1, "held-out", "leased", {}),

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from headrace.base.errors import ServiceError
 from headrace.base.model_name import check_model_name, check_tokenizer_name, model_is_here, tokenizer_is_here
+from tests.support.http_server import Quiet, serving
 from tests.support.ports import free_port
 
 KEY = "policy.model_name"
@@ -40,7 +39,7 @@ def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(
     assert name in str(caught.value)
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Quiet):
     """As the hub answers for the one model that it has, after it has been too busy for `busy` requests."""
 
     busy = 0
@@ -66,19 +65,11 @@ class Hub(BaseHTTPRequestHandler):
         self.do_HEAD()
         self.wfile.write(b"{}")
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Hub) as address:
+        yield f"http://{address}"
 
 
 def complaint(name: str, home: Path, check: str = "check_model_name", key: str = KEY, **environ: str) -> str:

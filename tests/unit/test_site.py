@@ -7,9 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from playwright.sync_api import expect
 
 import headrace
 from tests.support.browser import NARROW, WIDE, browser
+from tests.support.http_server import Quiet, serving
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD, NEW, MAIN = "0.9.0", "0.10.0", "main"
@@ -79,17 +79,12 @@ def served(built: Path, tmp_path: Path) -> Iterator[str]:
     (tmp_path / MAIN / "data.html").unlink()
     list_versions(tmp_path)
     handler = functools.partial(_Quiet, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with serving(handler) as address:
+        yield f"http://{address}"
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
+class _Quiet(Quiet, SimpleHTTPRequestHandler):
+    pass
 
 
 @pytest.mark.nightly  # a browser, for what is seldom changed

@@ -189,12 +189,14 @@ def buckets(size: ModelSize, width: int, bucket: int) -> int:
 
 def _refit(size: ModelSize, sent: int, bucket: int, *, shards: int, gathers: bool) -> Parts:
     """Return what a refit takes of the trainer: the largest weight, cast to the replicas' dtype and gathered. With an adapter it is
-    gathered in float32, and where the two are merged there is also their sum. Experts that are one weight are copied to one for each."""
+    gathered in float32 and then cast, and where the two are merged there is also their sum. Experts that are one weight are copied to one
+    for each."""
     width = 4 if size.adapter else sent
     weight = width * (size.largest + (0 if size.adapter else size.largest // shards)) if gathers else 0
     merged = 4 * size.largest_adapted * (2 if gathers else 1)
     fused = width * max((math.prod(shape) for shape in set(size.shapes) if len(shape) == 3), default=0)
-    return {BUCKETS: buckets(size, sent, bucket), "refit: the largest weight": max(weight, merged) + fused}
+    cast = 0 if sent == 4 or (gathers and not size.adapter) else sent * size.largest
+    return {BUCKETS: buckets(size, sent, bucket), "refit: the largest weight": max(weight, merged) + fused + cast}
 
 
 def replica_memory(

@@ -293,23 +293,16 @@ def hidden_states_before(backbone: nn.Module, packed: PackedRows) -> Tensor:
     return output.last_hidden_state.flatten(0, 1).index_select(0, packed.before)
 
 
-def iter_full_weights(
+def full_parameters(
     model: Any, adapter: Adapter | None = None, gathered_in: torch.dtype = torch.float32, *, merged: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """A collective. Yield every weight once, unsharded, with its name in a Hugging Face checkpoint, by default `merged` with its adapter. A
-    tied head is left out.
-
-    The weights are float32. But if nothing is merged, sharded weights are gathered in the dtype `gathered_in`.
-    """
-    for name, tensor in _full_parameters(model, adapter, gathered_in, merged=merged):
-        yield from _as_saved(model, name, tensor)
-
-
-def weight_shapes(model: Any, adapter: Adapter | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and full shapes in the order of `iter_full_weights`. Gathers nothing."""
-    for name, own in saved_tensors(model) if adapter is None else adapter.parameters():
-        for saved, tensor in _as_saved(model, name, torch.empty(own.shape, device="meta")):
-            yield saved, tuple(tensor.shape)
+    """A collective. Yield every parameter once, unsharded, by default `merged` with its adapter. Without an adapter, sharded ones are
+    gathered in the dtype `gathered_in`."""
+    if adapter is not None:
+        yield from adapter.weights(merged=merged)
+        return
+    for name, tensor in saved_tensors(model):
+        yield name, full_tensor(tensor.detach(), gathered_in)
 
 
 def snapshot_model(model: Any, adapter: Adapter | None = None) -> Write:
@@ -319,7 +312,7 @@ def snapshot_model(model: Any, adapter: Adapter | None = None) -> Write:
     elsewhere it does nothing.
     """
     keep = is_first_rank()
-    whole = host_copies(_full_parameters(model, adapter, merged=True), keep=keep)
+    whole = host_copies(full_parameters(model, adapter), keep=keep)
     if not keep:
         return lambda folder: None
     if model._weight_conversions:
@@ -367,24 +360,6 @@ def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceErro
         f"{key} {name!r}: can't load {what} ({reason}); give a directory with config.json, tokenizer and "
         "safetensors files, or the name of a model that can be downloaded or is in HF_HOME"
     )
-
-
-def _full_parameters(
-    model: Any, adapter: Adapter | None, gathered_in: torch.dtype = torch.float32, *, merged: bool
-) -> Iterator[tuple[str, Tensor]]:
-    if adapter is not None:
-        yield from adapter.weights(merged=merged)
-        return
-    for name, tensor in saved_tensors(model):
-        yield name, full_tensor(tensor.detach(), gathered_in)
-
-
-def _as_saved(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a parameter with its name in a checkpoint. Where an architecture fuses several saved tensors into one, yield each of those."""
-    if not model._weight_conversions:
-        yield name, tensor
-        return
-    yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 # -- models of several ranks --------------------------------------------------------------------------------------------

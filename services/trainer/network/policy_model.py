@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.base.errors import ServiceError
@@ -200,19 +201,29 @@ class PolicyModel:
         alone. The weights are float32. But without an adapter, sharded weights are gathered in the dtype `gathered_in`, which takes fewer
         bytes.
         """
-        if self._adapter_alone is None:
-            yield from backbone.iter_full_weights(self.model, self.adapter, gathered_in)
-            return
-        if not adapter_alone:
-            yield from backbone.iter_full_weights(self.model, self.adapter, merged=False)
-        yield from self._adapter_alone.scale()
+        alone = self._adapter_alone
+        if alone is None or not adapter_alone:
+            whole = backbone.full_parameters(self.model, self.adapter, gathered_in, merged=alone is None)
+            for name, tensor in whole:
+                yield from self._as_saved(name, tensor)
+        if alone is not None:
+            yield from alone.scale()
 
     def weight_shapes(self, *, adapter_alone: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield names and full shapes in the order of `weights`. Gathers nothing."""
         if self._adapter_alone is None or not adapter_alone:
-            yield from backbone.weight_shapes(self.model, self.adapter)
+            for name, own in saved_tensors(self.model) if self.adapter is None else self.adapter.parameters():
+                for saved, tensor in self._as_saved(name, torch.empty(own.shape, device="meta")):
+                    yield saved, tuple(tensor.shape)
         if self._adapter_alone is not None:
             yield from self._adapter_alone.shapes()
+
+    def _as_saved(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield a parameter with its name in a checkpoint. Where several saved tensors are fused into one, yield each of those."""
+        if not self.model._weight_conversions:
+            yield name, tensor
+            return
+        yield from revert_weight_conversion(self.model, {name: tensor}).items()
 
     def snapshot(self) -> backbone.Write:
         """Copy the weights to rank 0's host memory. The result writes the copy, merged with the adapter, in the format of

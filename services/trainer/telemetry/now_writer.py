@@ -25,6 +25,7 @@ from headrace.config import Config
 from headrace.net import rpc
 from headrace.net.credentials import load_credentials
 from headrace.replay import ReplayClient
+from headrace.replay.records import trouble_of
 from headrace.run import now
 from headrace.run.now import EnvironmentNow, Now, ReplicaNow, RunnerNow
 from headrace.v1 import reward_pb2, reward_pb2_grpc
@@ -129,6 +130,7 @@ def assemble(
                 in_hand=max(state["taken"], report.in_hand),
                 broken=state["broken"],
                 message=(state["message"] if state["broken"] else "") or report.message,
+                trouble=trouble_of(state["kind"]) if state["broken"] else None,
             )
         )
     return Now(
@@ -144,7 +146,7 @@ def assemble(
         waits=[
             *waits,
             *(
-                f"environment {each.name}, which is broken: {each.message or ''}"
+                f"environment {each.name}, which is {each.trouble}: {each.message or ''}"
                 for each in environments
                 if each.broken
             ),

@@ -11,7 +11,7 @@ import pytest
 from headrace.config import Config
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
 from tests.integration.agents.stage import N, Stage
-from tests.support.buffer import nonce, refit
+from tests.support.buffer import keep_alive, nonce, refit
 from tests.support.gateways import ToyReplica
 from tests.support.toy_policy import ToyPolicy
 
@@ -39,14 +39,7 @@ async def stage(replay: ReplayClient) -> AsyncIterator[Stage]:
             "agents": {"slots": 16},
         }
     )
-    beating = asyncio.create_task(_beat(replay, replica))
-    stage = Stage(replay, config, toy)
-    yield stage
+    beating = asyncio.create_task(keep_alive(replay, replica))
+    yield Stage(replay, config, toy)
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
-
-
-async def _beat(replay: ReplayClient, replica: str) -> None:
-    while True:
-        await replay.heartbeat(replica, [])
-        await asyncio.sleep(0.05)

@@ -26,7 +26,7 @@ from tests.support.toy_sessions import user
 QUESTIONS = [f"question {number}" for number in range(10)]
 # How long clients wait. A late answer is later than that; one that a busy machine holds up is late, too, and no test minds.
 PATIENCE_S = 1.0
-RETRIES = 8
+PATIENT: dict[str, Any] = {"timeout": PATIENCE_S, "max_retries": 8}
 SEEN = '{"seen": "nothing"}'
 LOOK: dict[str, Any] = {
     "name": "look",
@@ -40,6 +40,7 @@ LOOK: dict[str, Any] = {
     "strict": True,
 }
 TOOLS: list[Any] = [{"type": "function", "function": LOOK}]
+GIVEN: dict[str, Any] = {"model": "policy", "tools": TOOLS}
 LITELLM_PROGRAM = Path(__file__).parents[2] / "support" / "litellm_program.py"
 
 # Asks QUESTIONS at an address with a key, streaming or not; calls the tool `look`; returns the answers that it got.
@@ -67,51 +68,42 @@ class ProgramFailed(Exception):
 # -- programs ----------------------------------------------------------------------------------------------------------------
 
 
-async def with_openai(base_url: str, api_key: str, stream: bool) -> list[Message]:
+async def converse(ask: Callable[[list[Any]], Awaitable[Any]]) -> list[Message]:
+    """Ask each question, with calls of the tool until an answer has none. `ask` returns the client's message for a conversation."""
     used: list[Message] = []
-    given: dict[str, Any] = {"model": "policy", "tools": TOOLS}
-    async with openai.AsyncOpenAI(
-        base_url=base_url, api_key=api_key, timeout=PATIENCE_S, max_retries=RETRIES
-    ) as client:
-        for question in QUESTIONS:
-            messages: list[Any] = [user(question)]
-            while messages[-1]["role"] != "assistant":
-                if stream:
-                    async with client.chat.completions.stream(messages=messages, **given) as answering:
-                        answer: Any = (await answering.get_final_completion()).choices[0].message
-                else:
-                    answer = (await client.chat.completions.create(messages=messages, **given)).choices[0].message
-                messages.append(answer.model_dump(exclude={"parsed"}))
-                used.append(messages[-1])
-                messages += [
-                    {"role": "tool", "tool_call_id": call.id, "content": SEEN} for call in answer.tool_calls or ()
-                ]
+    for question in QUESTIONS:
+        messages: list[Any] = [user(question)]
+        while messages[-1]["role"] != "assistant":
+            answer = await ask(messages)
+            messages.append(answer.model_dump(exclude={"parsed"}))
+            used.append(messages[-1])
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": SEEN} for call in answer.tool_calls or ()]
     return used
+
+
+async def with_openai(base_url: str, api_key: str, stream: bool) -> list[Message]:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **PATIENT) as client:
+
+        async def ask(messages: list[Any]) -> Any:
+            if not stream:
+                return (await client.chat.completions.create(messages=messages, **GIVEN)).choices[0].message
+            async with client.chat.completions.stream(messages=messages, **GIVEN) as answering:
+                return (await answering.get_final_completion()).choices[0].message
+
+        return await converse(ask)
 
 
 async def with_blocking_openai(base_url: str, api_key: str, stream: bool) -> list[Message]:
-    """In a thread: it closes a stream's connection itself, as soon as it has read the end."""
-    used: list[Message] = []
-    given: dict[str, Any] = {"model": "policy", "tools": TOOLS}
+    """In threads: it closes a stream's connection itself, as soon as it has read the end."""
+    with openai.OpenAI(base_url=base_url, api_key=api_key, **PATIENT) as client:
 
-    def play() -> None:
-        with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=PATIENCE_S, max_retries=RETRIES) as client:
-            for question in QUESTIONS:
-                messages: list[Any] = [user(question)]
-                while messages[-1]["role"] != "assistant":
-                    if stream:
-                        with client.chat.completions.stream(messages=messages, **given) as answering:
-                            answer: Any = answering.get_final_completion().choices[0].message
-                    else:
-                        answer = client.chat.completions.create(messages=messages, **given).choices[0].message
-                    messages.append(answer.model_dump(exclude={"parsed"}))
-                    used.append(messages[-1])
-                    messages += [
-                        {"role": "tool", "tool_call_id": call.id, "content": SEEN} for call in answer.tool_calls or ()
-                    ]
+        def ask(messages: list[Any]) -> Any:
+            if not stream:
+                return client.chat.completions.create(messages=messages, **GIVEN).choices[0].message
+            with client.chat.completions.stream(messages=messages, **GIVEN) as answering:
+                return answering.get_final_completion().choices[0].message
 
-    await asyncio.to_thread(play)
-    return used
+        return await converse(lambda messages: asyncio.to_thread(ask, messages))
 
 
 async def with_openai_agents(base_url: str, api_key: str, stream: bool) -> list[Message]:
@@ -123,9 +115,7 @@ async def with_openai_agents(base_url: str, api_key: str, stream: bool) -> list[
         assert json.loads(arguments) == {"at": 1, "in": [2]}
         return SEEN
 
-    async with openai.AsyncOpenAI(
-        base_url=base_url, api_key=api_key, timeout=PATIENCE_S, max_retries=RETRIES
-    ) as client:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **PATIENT) as client:
         agent = agents.Agent(
             name="looker",
             instructions="Look around.",
@@ -163,13 +153,7 @@ def litellm(tmp_path_factory: pytest.TempPathFactory) -> Program:
     python = own_python(tmp_path_factory.mktemp("litellm"), "litellm")
 
     async def play(base_url: str, api_key: str, stream: bool) -> list[Message]:
-        options = {
-            "base_url": base_url,
-            "api_key": api_key,
-            "timeout": PATIENCE_S,
-            "max_retries": RETRIES,
-            "tools": TOOLS,
-        }
+        options = {"base_url": base_url, "api_key": api_key, "tools": TOOLS, **PATIENT}
         told = json.dumps({"questions": QUESTIONS, "seen": SEEN, "stream": stream, "options": options})
         process = await asyncio.create_subprocess_exec(python, LITELLM_PROGRAM, told, stdout=PIPE, stderr=PIPE)
         said, complained = await process.communicate()

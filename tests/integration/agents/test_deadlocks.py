@@ -10,10 +10,10 @@ import pytest
 
 from headrace.net import rpc
 from headrace.net.replica_client import ReplicaFenced, SampleRequest
-from headrace.replay import Limits, Reservation
+from headrace.replay import Limits
 from headrace_services.agents.program_starter import HubPrograms
 from tests.integration.agents.stage import N, Stage
-from tests.support.buffer import make_group, refit
+from tests.support.buffer import make_group, refit, reserve_later
 from tests.support.nested_program import CALLS
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, scoring, start_hub
 from tests.support.waiting import eventually
@@ -67,8 +67,7 @@ async def train(stage: Stage, prompts_per_step: int) -> None:
         validation = f"v{step}-0"
         group = make_group(0, n=1, lane="validation", group_id=validation, env_name="talk")
         await replay.enqueue([group], timeline, validation=step)
-        while not isinstance(await replay.reserve(step, timeline), Reservation):
-            await replay.wait_ready(1.0)
+        await reserve_later(replay, step)
 
         async def validated(group_id: str = validation) -> bool:
             done, failed, _ = await replay.read_evaluated([group_id])

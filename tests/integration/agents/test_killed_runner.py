@@ -23,7 +23,7 @@ from headrace.net.replica_client import RENDER, SAMPLE, Rendered, RenderRequest,
 from headrace.net.service import bind, serve_openly
 from headrace.records.trajectory import EpisodeTrajectory, Sampling, decode_trajectory
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient
-from tests.support.buffer import contents, make_group, nonce, payloads, refit, reserve, tighten
+from tests.support.buffer import contents, keep_alive, make_group, nonce, payloads, refit, reserve, tighten
 from tests.support.gateways import ToyReplica
 from tests.support.noted_program import CALLS
 from tests.support.processes import UNPRIVILEGED
@@ -64,16 +64,10 @@ async def replica(replay: ReplayClient) -> AsyncIterator[None]:
         async with serve_openly(app, sock):
             await replay.register(name, {"url": f"http://127.0.0.1:{sock.getsockname()[1]}"})
             await refit(replay, 0, [name])
-            beating = asyncio.create_task(_beat(replay, name))
+            beating = asyncio.create_task(keep_alive(replay, name))
             yield
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
-
-
-async def _beat(replay: ReplayClient, name: str) -> None:
-    while True:
-        await replay.heartbeat(name, [])
-        await asyncio.sleep(0.05)
 
 
 def _json(content: msgspec.Struct) -> Response:

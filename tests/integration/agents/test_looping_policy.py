@@ -17,12 +17,11 @@ from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.net.replica_client import Sampled, SampleRequest
 from headrace.records.score import Score
 from headrace.records.trajectory import Message, Span
-from headrace.replay import Reservation
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.agents.stage import Played, Stage, scored
 from tests.integration.trainer.learner_cases import config
-from tests.support.buffer import refit
+from tests.support.buffer import refit, reserve_later
 from tests.support.toy_policy import ASSISTANT, BOS, END, USER, ToyPolicy
 from tests.support.trainer import batch
 
@@ -91,8 +90,7 @@ async def test_a_policy_that_loops_is_trained_out_of_it(stage: Stage, tiny_model
     await stage.enqueue(*range(PROMPTS * STEPS), n=EPISODES)
     async with stage.runner(Played(asks_until_done), max_rollout_turns=CALLS, on_limit=0.0):
         for step in range(STEPS):
-            while not isinstance(taken := await replay.reserve(step, timeline), Reservation):
-                await replay.wait_ready(1.0)
+            taken = await reserve_later(replay, step)
             pairs = await replay.read([each.key for each in taken.trajectories])
             rewards = [float(score.reward or 0) for _, score in pairs]
             looped.append(sum(trajectory.truncated for trajectory, _ in pairs))

@@ -21,7 +21,7 @@ from headrace.net.replica_client import Sampled, SampleRequest
 from headrace.records.trajectory import EpisodeTrajectory, Message, decode_trajectory
 from headrace.replay import ReplayClient, Reservation
 from tests.integration.agents.stage import Played, Stage, scored
-from tests.support.buffer import contents, nonce, refit, rewind
+from tests.support.buffer import contents, nonce, refit, reserve_later, rewind
 from tests.support.gateways import ToyReplica
 from tests.support.toy_policy import LETTERS, ToyPolicy
 from tests.support.waiting import eventually
@@ -104,14 +104,7 @@ class Run:
             each.policy.version, each.policy.timeline = version, await self.timeline()
 
     async def take(self, step: int) -> Reservation:
-        async def ready() -> bool:
-            batch = await self.stage.replay.reserve(step, await self.timeline())
-            found.append(batch)
-            return isinstance(batch, Reservation)
-
-        found: list[Any] = []
-        await eventually(ready)
-        return found[-1]
+        return await reserve_later(self.stage.replay, step)
 
     async def play(self, episode: Episode) -> EpisodeOutcome:
         """Some turns; after an error it asks again, until its key is dead."""

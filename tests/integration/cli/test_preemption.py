@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from headrace.base.errors import ServiceError
 from headrace.launch.preemption import Notices
+from tests.support.http_server import Quiet, serving
 from tests.support.waiting import wait_until
 
 CLOUDS = ["aws", "azure", "gcp"]
@@ -59,7 +59,7 @@ class Metadata:
 def metadata() -> Iterator[tuple[Metadata, str]]:
     state = Metadata()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
             answer = state.answer(self.command, self.path, self.headers)
             refused = self.headers.get("X-aws-ec2-metadata-token", state.token) != state.token
@@ -69,16 +69,8 @@ def metadata() -> Iterator[tuple[Metadata, str]]:
 
         do_PUT = do_GET
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield state, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Handler) as address:
+        yield state, f"http://{address}"
 
 
 def watch(cloud: str, url: str, *command: str) -> subprocess.Popen[str]:

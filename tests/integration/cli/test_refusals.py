@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -10,7 +11,6 @@ import socket
 import socketserver
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from headrace_services.trainer.control.checkpoint import Checkpoints, Checkpoint
 from headrace_services.trainer.data import digest_problems, load_problems
 from tests.support.command import error_of, headrace, headrace_process, refused
 from tests.support.forks import command, fork
+from tests.support.http_server import Quiet, serving
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port
 
@@ -213,6 +214,7 @@ def test_what_is_named_and_not_there_is_said_before_anything_starts(
         ({"WANDB_API_KEY": "canary"}, ["logger.wandb_enabled=true"], "WANDB_API_KEY invalid"),
         ({"WANDB_MODE": "offline"}, ["logger.wandb_enabled=true"], None),
         ({"WANDB_API_KEY": "a" * 40}, ["logger.wandb_enabled=true"], None),
+        ({"WANDB_API_KEY": "b" * 40}, ["logger.wandb_enabled=true"], "Failed to authenticate with http://127.0.0.1:"),
         ({}, ["logger.mlflow_enabled=true"], None),  # into a file
         ({}, ["logger.tensorboard_enabled=true"], None),
         ({}, ["logger.tensorboard_enabled=true", "logger.tensorboard.log_dir=/dev/null/a"], "/dev/null is no folder"),
@@ -232,11 +234,12 @@ def test_a_tracker_that_would_get_nothing_is_told_before_the_run(
     overrides: list[str],
     said: str | None,
 ) -> None:
-    class Closed(BaseHTTPRequestHandler):
+    class OpenToOne(Quiet):
         def do_POST(self) -> None:
-            self.send_response(401)
+            known = self.headers["Authorization"] == f"Basic {base64.b64encode(b'api:' + b'a' * 40).decode()}"
+            self.send_response(200 if known else 401)
             self.end_headers()
-            self.wfile.write(b"you are not authenticated")
+            self.wfile.write(b'{"data": {"viewer": {"id": "me"}}}' if known else b"you are not authenticated")
 
         do_GET = do_POST
 
@@ -244,13 +247,11 @@ def test_a_tracker_that_would_get_nothing_is_told_before_the_run(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Closed) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{server.server_port}"
+    with serving(OpenToOne) as address:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://{address}")
         for name, value in environ.items():
             monkeypatch.setenv(name, value.format(address))
         done = headrace("config", "check", config, *(each.format(address) for each in overrides))
-        server.shutdown()
     assert done.returncode == 0
     assert "canary" not in done.stdout + done.stderr
     assert (said is None) == ("logger." not in done.stderr)

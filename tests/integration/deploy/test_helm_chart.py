@@ -7,7 +7,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from headrace.launch import exposure
 from headrace.launch.chart_values import Cluster, chart_values
 from headrace.net.service import EXIT_ALARM, EXIT_USER_ERROR, SAVE_DEADLINE_S
 from tests.support import manifests
-from tests.support.helm import CHART, NAMESPACE, RELEASE, ROOT, VERSIONS, Helm
+from tests.support.helm import CHART, NAMESPACE, RELEASE, ROOT, VERSIONS, Helm, merged
 from tests.support.manifests import COMPONENT, Manifest, by_component, kinds, ports, title
 
 Change = Callable[[list[Manifest]], None]
@@ -75,13 +75,6 @@ ALL_VERSIONS = [
 @pytest.fixture(scope="module")
 def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
     return Helm(tmp_path_factory.mktemp("helm"))
-
-
-def merged(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    both = dict(values)
-    for key, value in more.items():
-        both[key] = merged(both.get(key, {}), value) if isinstance(value, dict) else value
-    return both
 
 
 @functools.cache

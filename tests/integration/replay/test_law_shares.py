@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.replay import Lease, Limits, ReplayClient
-from tests.support.buffer import enqueue, nonce, push_all, refit, reserve, score_all, tighten
+from tests.support.buffer import enqueue, healthy_replicas, push_all, refit, reserve, score_all, tighten
 
 ALL = 64  # groups that each replica asks for
 
@@ -16,14 +16,6 @@ async def room(replay: ReplayClient, limits: Limits) -> int:
     await tighten(replay, limits, prompts_per_step=8, max_age=0)
     await enqueue(replay, range(80))
     return 8
-
-
-async def healthy(replay: ReplayClient, count: int) -> list[str]:
-    replicas = [nonce() for _ in range(count)]
-    for replica in replicas:
-        await replay.register(replica, {})
-    await refit(replay, 0, replicas)
-    return replicas
 
 
 async def train(replay: ReplayClient, replicas: list[str], held: dict[str, list[Lease]]) -> None:
@@ -37,7 +29,7 @@ async def train(replay: ReplayClient, replicas: list[str], held: dict[str, list[
 
 
 async def test_law_6_each_waiting_replica_gets_its_share_in_any_order(replay: ReplayClient, room: int) -> None:
-    first, second, third, fourth = replicas = await healthy(replay, 4)
+    first, second, third, fourth = replicas = await healthy_replicas(replay, 4)
     held = {replica: await replay.lease(replica, ALL) for replica in replicas}
     assert [len(leases) for leases in held.values()] == [room, 0, 0, 0]  # nobody waited when the first asked
     await train(replay, replicas, held)
@@ -48,7 +40,7 @@ async def test_law_6_each_waiting_replica_gets_its_share_in_any_order(replay: Re
 
 
 async def test_law_6_only_a_replica_that_waits_has_a_share(replay: ReplayClient, room: int) -> None:
-    first, second, third = replicas = await healthy(replay, 3)
+    first, second, third = replicas = await healthy_replicas(replay, 3)
     held = {first: await replay.lease(first, ALL), second: await replay.lease(second, ALL)}
     assert (len(held[first]), len(held[second])) == (room, 0)
     await train(replay, replicas, held)
@@ -58,7 +50,7 @@ async def test_law_6_only_a_replica_that_waits_has_a_share(replay: ReplayClient,
 
 
 async def test_law_6_a_replica_that_has_left_has_no_share(replay: ReplayClient, room: int) -> None:
-    first, second = replicas = await healthy(replay, 2)
+    first, second = replicas = await healthy_replicas(replay, 2)
     held = {replica: await replay.lease(replica, ALL) for replica in replicas}
     await train(replay, replicas, held)
     await replay.deregister(second)
@@ -67,7 +59,7 @@ async def test_law_6_a_replica_that_has_left_has_no_share(replay: ReplayClient, 
 
 async def test_of_a_large_fleet_only_what_can_be_leased_is_shared(replay: ReplayClient, room: int) -> None:
     """A lease that finds nothing, and one while nobody waits, cost as much among forty replicas as among a few."""
-    replicas = await healthy(replay, 40)
+    replicas = await healthy_replicas(replay, 40)
     first, second, *others = replicas
 
     async def commands(replica: str) -> int:

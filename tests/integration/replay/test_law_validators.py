@@ -9,9 +9,9 @@ from headrace.replay import Lease, ReplayClient
 from tests.support.buffer import (
     enqueue,
     group_of,
+    healthy_replicas,
     make_group,
     make_trajectory,
-    nonce,
     push_all,
     refit,
     reserve,
@@ -25,10 +25,7 @@ ALL = 64  # groups that each replica asks for
 @pytest.fixture
 async def fleet(replay: ReplayClient) -> list[str]:
     """Three verified replicas, and prompts for two steps."""
-    replicas = [nonce() for _ in range(3)]
-    for replica in replicas:
-        await replay.register(replica, {})
-    await refit(replay, 0, replicas)
+    replicas = await healthy_replicas(replay, 3)
     await enqueue(replay, range(8))
     return replicas
 

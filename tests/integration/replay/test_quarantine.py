@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from headrace.base.errors import Fenced, LeaseLost, NotVerified, WrongTimeline
-from headrace.replay import ReplayClient, Reservation
+from headrace.replay import ReplayClient
 from headrace_services.replay.gauges import LatestStats, exported
 from tests.support.buffer import (
     enqueue,
@@ -15,6 +15,7 @@ from tests.support.buffer import (
     nonce,
     push_all,
     refit,
+    reserve,
     rewind,
     score_all,
     some,
@@ -61,8 +62,7 @@ async def test_law_6_liveness_nobody_waits_for_a_quarantined_replica(replay: Rep
     assert (await group_of(replay, again))["failures"] == 0
     await push_all(replay, again)
     await score_all(replay)
-    batch = await replay.reserve(0, (await replay.state()).timeline)
-    assert isinstance(batch, Reservation)
+    batch = await reserve(replay, 0)
     assert set(batch.groups) == {begun.group.id, pushed.group.id}
 
     # no epoch asks it, and none verifies it

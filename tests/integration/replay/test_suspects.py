@@ -10,8 +10,8 @@ from tests.support.buffer import (
     enqueue,
     group_of,
     healthy_replica,
+    healthy_replicas,
     make_trajectory,
-    nonce,
     push_all,
     refit,
     reserve,
@@ -25,14 +25,6 @@ POISON = "e0-train-37"
 
 # 64 groups of one trajectory each are in flight
 pytestmark = pytest.mark.limits(prompts_per_step=32, generations_per_prompt=1)
-
-
-async def replicas(replay: ReplayClient, count: int) -> list[str]:
-    ids = [nonce() for _ in range(count)]
-    for replica in ids:
-        await replay.register(replica, {})
-    await refit(replay, 0, ids)
-    return ids
 
 
 def ids(leases: list[Lease]) -> list[str]:
@@ -115,13 +107,13 @@ async def test_a_replica_killed_from_outside_charges_only_a_lone_group(replay: R
 
 async def test_what_ends_otherwise_than_by_a_death_is_no_suspect(replay: ReplayClient) -> None:
     await enqueue(replay, range(16), n=1)
-    first, second = await replicas(replay, 2)
+    first, second = await healthy_replicas(replay, 2)
     await replay.lease(first, 16)
     await replay.deregister(first, died=True)
     cohort = await replay.lease(second, 16)
     assert len(cohort) == 2
     await replay.deregister(second)
-    (third,) = await replicas(replay, 1)
+    (third,) = await healthy_replicas(replay, 1)
     cohort = await replay.lease(third, 16)
     assert len(cohort) == 2  # the other suspects come first, and these two by themselves
     await rewind(replay, 0)
@@ -136,7 +128,7 @@ async def test_what_ends_otherwise_than_by_a_death_is_no_suspect(replay: ReplayC
 async def test_law_5_a_replica_drains_for_a_suspect_of_the_lowest_ticket(replay: ReplayClient, limits: Limits) -> None:
     await tighten(replay, limits, prompts_per_step=1, max_age=8)
     await enqueue(replay, range(9), n=1)
-    dying, busy, other = await replicas(replay, 3)
+    dying, busy, other = await healthy_replicas(replay, 3)
     (before,) = await replay.lease(other, 1)
     (suspect,) = await replay.lease(dying, 1)
     (held,) = await replay.lease(busy, 1)
@@ -150,7 +142,7 @@ async def test_law_5_a_replica_drains_for_a_suspect_of_the_lowest_ticket(replay:
     assert await replay.lease(other, 8) == []
     assert len(await replay.lease(busy, 1)) == 1  # it need not drain any longer
     await replay.deregister(other, died=True)
-    late, later = await replicas(replay, 2)
+    late, later = await healthy_replicas(replay, 2)
     await refit(replay, 0, [busy, late, later])
     assert await replay.lease(busy, 1) == []
     (again,) = await replay.lease(late, 8)
@@ -164,7 +156,7 @@ async def test_law_5_a_replica_drains_for_a_suspect_of_the_lowest_ticket(replay:
 
 async def test_one_replica_at_a_time_drains(replay: ReplayClient) -> None:
     await enqueue(replay, range(8), n=1)
-    dying, first, second = await replicas(replay, 3)
+    dying, first, second = await healthy_replicas(replay, 3)
     await replay.lease(dying, 1)
     for replica in (first, second):
         await replay.lease(replica, 1)
@@ -178,7 +170,7 @@ async def test_one_replica_at_a_time_drains(replay: ReplayClient) -> None:
 
 async def test_law_6_while_a_suspect_waits_no_deadline_runs(replay: ReplayClient, limits: Limits) -> None:
     await enqueue(replay, range(2), n=1)
-    first, second = await replicas(replay, 2)
+    first, second = await healthy_replicas(replay, 2)
     await tighten(replay, limits, group_deadline_s=0.3)
     (suspect,) = await replay.lease(first, 1)
     (silent,) = await replay.lease(second, 1)

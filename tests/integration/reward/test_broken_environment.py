@@ -16,8 +16,8 @@ from headrace.base.errors import EnvironmentBroken
 from headrace.env.server import serving
 from headrace.records.score import Score
 from headrace.records.trajectory import Group
-from headrace.replay import EnvironmentLimits, EnvironmentState, Limits, ReplayClient, Reservation
-from tests.support.buffer import healthy_replica, make_group, make_trajectory, refit
+from headrace.replay import EnvironmentLimits, EnvironmentState, Limits, ReplayClient
+from tests.support.buffer import healthy_replica, make_group, make_trajectory, refit, reserve_later
 from tests.support.judge_server import JudgeServer, said
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, scoring, start_environment, start_hub
@@ -97,18 +97,6 @@ async def broken(replay: ReplayClient, name: str = "told", *, said: str = "") ->
     return await environment(replay, name)
 
 
-async def reservation(replay: ReplayClient, step: int) -> Reservation:
-    timeline = (await replay.state()).timeline
-
-    async def holds() -> bool:
-        return isinstance(await replay.reserve(step, timeline), Reservation)
-
-    await eventually(holds)
-    batch = await replay.reserve(step, timeline)
-    assert isinstance(batch, Reservation)
-    return batch
-
-
 @pytest.mark.parametrize(("breaks", "said"), [(Misspelt(), "KeyError: 'anwser' ("), (Misnamed(), "no solution")])
 async def test_law_1_a_broken_environment_fails_no_group_until_repaired(
     replay: ReplayClient, breaks: Environment, said: str
@@ -132,7 +120,7 @@ async def test_law_1_a_broken_environment_fails_no_group_until_repaired(
             assert (await replay.stats())["environments"][0]["broken"]
         async with serving(Scores(), port=port):
             for step in range(STEPS):
-                batch = await reservation(replay, step)
+                batch = await reserve_later(replay, step)
                 assert {trajectory.reward for trajectory in batch.trajectories} == {1.0}
                 await refit(replay, step + 1, [replica])
                 await generate(replay, replica)
@@ -193,7 +181,7 @@ async def test_law_6_an_environment_left_with_bad_prompts_holds_nothing_up(repla
                 return (await replay.state()).counts.get("ready") == GROUPS
 
             await eventually(ready)
-            batch = await reservation(replay, 0)
+            batch = await reserve_later(replay, 0)
     assert batch.groups == tuple(each.id for each in good)
     assert {trajectory.reward for trajectory in batch.trajectories} == {1.0}
     for each in bad:
@@ -226,7 +214,7 @@ async def test_an_environment_that_is_not_there_costs_nothing_and_is_named(repla
         assert state.kind == "NOT_STARTED"
         assert f"env.told.target 127.0.0.1:{port} can't be reached" in state.message
         async with serving(Scores(), port=port):
-            await reservation(replay, 0)
+            await reserve_later(replay, 0)
 
 
 async def test_a_trajectory_that_kills_its_environment_is_charged_alone(replay: ReplayClient) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.replay import ReplayClient, Reservation
-from tests.support.buffer import healthy_replica, make_group, push_all, refit
+from headrace.replay import ReplayClient
+from tests.support.buffer import healthy_replica, make_group, push_all, refit, reserve_later
 from tests.support.notebook import Notebook, notebook
 from tests.support.reward_hub import scoring, start_hub
 from tests.support.waiting import eventually
@@ -36,18 +36,10 @@ async def generate(replay: ReplayClient, first: int, replica: str) -> None:
 
 async def reserve(replay: ReplayClient, step: int) -> tuple[set[float], set[str]]:
     """The rewards and the builds of the step's batch, once it is there."""
-    timeline = (await replay.state()).timeline
-    found: list[Reservation] = []
-
-    async def ready() -> bool:
-        batch = await replay.reserve(step, timeline)
-        found.extend([batch] if isinstance(batch, Reservation) else [])
-        return bool(found)
-
-    await eventually(ready)
-    read = await replay.read([one.key for one in found[0].trajectories])
+    batch = await reserve_later(replay, step)
+    read = await replay.read([one.key for one in batch.trajectories])
     assert len(read) == GROUPS * N
-    return {one.reward for one in found[0].trajectories}, {score.build for _, score in read}
+    return {one.reward for one in batch.trajectories}, {score.build for _, score in read}
 
 
 async def test_law_3_one_build_a_reward_edited_in_a_cell_is_never_mixed(replay: ReplayClient) -> None:

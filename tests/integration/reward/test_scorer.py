@@ -15,10 +15,10 @@ from headrace.env.server import serving
 from headrace.env.wire import sample_to_wire
 from headrace.records.score import Score
 from headrace.records.trajectory import Group
-from headrace.replay import EnvironmentLimits, ReplayClient, Reservation
+from headrace.replay import EnvironmentLimits, ReplayClient
 from headrace.run.sample_files import SampleFiles
 from headrace_services.replay.scorer import in_batches
-from tests.support.buffer import healthy_replica, make_group, make_trajectory
+from tests.support.buffer import healthy_replica, make_group, make_trajectory, reserve
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, scoring, start_hub
 from tests.support.waiting import eventually
@@ -98,8 +98,7 @@ async def test_every_pushed_trajectory_comes_back_scored(replay: ReplayClient) -
     ):
         await push(replay, [group(order) for order in range(GROUPS)])
         await counts(replay, ready=GROUPS)
-    batch = await replay.reserve(0, (await replay.state()).timeline)
-    assert isinstance(batch, Reservation)
+    batch = await reserve(replay, 0)
     assert [trajectory.reward for trajectory in batch.trajectories] == [0, 1] * GROUPS
     trajectory, score = (await replay.read([batch.trajectories[1].key]))[0]
     assert msgspec.structs.replace(score, timings={}) == Score(
@@ -263,7 +262,6 @@ async def test_law_3_one_build_a_hub_with_a_new_option_mixes_no_rewards(
                     await replay.push(lease, make_trajectory(lease, place))
                 await (eventually(first_is_scored) if place == 0 else counts(replay, ready=GROUPS))
             build = (await hub.environments())["brief"].description.build
-    batch = await replay.reserve(0, timeline)
-    assert isinstance(batch, Reservation)
+    batch = await reserve(replay, 0)
     assert {one.reward for one in batch.trajectories} == rewards
     assert {score.build for _, score in await replay.read([one.key for one in batch.trajectories])} == {build}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config
-from headrace.replay import ReplayClient, Reservation
+from headrace.replay import ReplayClient
 from headrace_services.replay.scorer import run_scorer
-from tests.support.buffer import healthy_replica, make_group, push_all, refit
+from tests.support.buffer import healthy_replica, make_group, push_all, refit, reserve_later
 from tests.support.ports import free_port
 from tests.support.reward_hub import WAIT_S, Hub, attach_environment, start_hub
 from tests.support.waiting import eventually
@@ -62,16 +62,8 @@ async def generate(replay: ReplayClient, step: int, replica: str) -> None:
 
 async def scored_by(replay: ReplayClient, step: int) -> set[str]:
     """The hubs whose processes scored the batch of `step`, once it is complete: each trajectory once, with a reward of 1."""
-    timeline = (await replay.state()).timeline
-    found: list[Reservation] = []
-
-    async def complete() -> bool:
-        batch = await replay.reserve(step, timeline)
-        found.extend([batch] if isinstance(batch, Reservation) else [])
-        return bool(found)
-
-    await eventually(complete)
-    read = await replay.read([one.key for one in found[0].trajectories])
+    batch = await reserve_later(replay, step)
+    read = await replay.read([one.key for one in batch.trajectories])
     assert [score.reward for _, score in read] == [1.0] * GROUPS * N
     return {score.metadata["hub"] for _, score in read}
 

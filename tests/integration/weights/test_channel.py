@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -23,12 +23,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
 from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore, SignedStore
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.transfer import receive, send
+from headrace_services.refit.transfer import copy, receive, send
 from tests.chaos import runs
 from tests.support import weight_peer
 from tests.support.forks import fork
@@ -171,6 +172,22 @@ def test_a_bucket_is_filled_and_another_loaded_while_one_travels(fleet: Fleet) -
         follower.result(PATIENCE_S)
 
 
+def test_a_weight_of_another_device_is_cast_before_it_leaves() -> None:
+    """torch would cast it on the host, in memory that is not pinned: a refit of 3 GB took 6 s. The other device is a stand-in."""
+    copied = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+                copied.append([tensor.dtype for tensor in args[:2]])
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        copy(Manifest.of([("a", "bfloat16", (4, 4))], 4096), [("a", torch.empty(4, 4, device="meta"))])
+    assert copied == [[torch.bfloat16, torch.bfloat16]]
+
+
 def test_buckets_are_pinned_where_a_gpu_copies_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none travels, or is filled again, while the GPU still copies: here the GPU is a stand-in."""
     tensors = weights()
@@ -288,25 +305,29 @@ def test_a_closed_group_frees_its_buckets(fleet: Fleet) -> None:
     assert not [kept for bucket in buckets if (kept := bucket()) is not None]
 
 
-def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) -> None:
-    let_go = threading.Event()
+def lead_acting(fleet: Fleet, act: Callable[[], object]) -> tuple[Channel, list[weakref.ref[torch.Tensor]]]:
+    """A group of one member, in which a call of `act` precedes each broadcast of weights; and their buckets so far."""
     buckets: list[weakref.ref[torch.Tensor]] = []
 
-    class Stuck(Channel):
+    class Acting(Channel):
         def _broadcast(self, tensor: torch.Tensor, *how: Any) -> None:
             if tensor.numel() > 32:  # no challenge
                 buckets.append(weakref.ref(self._buffers[0]))
-                assert let_go.wait(PATIENCE_S)
+                act()
             super()._broadcast(tensor, *how)
 
-    tensors = weights()
-    manifest = manifest_of(tensors)
-    fleet.start(manifest, 1)
+    fleet.start(manifest_of(weights()), 1)
     place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
-    channel = Stuck.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
+    return Acting.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened), buckets
+
+
+def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) -> None:
+    let_go = threading.Event()
+    channel, buckets = lead_acting(fleet, lambda: let_go.wait(PATIENCE_S))
+    tensors = weights()
     try:
         with pytest.raises(WeightChannelTimeout, match=r"the network is slow.*weight_channel\.timeout_s"):
-            send(channel, manifest, tensors, time.monotonic() + 1.0)
+            send(channel, manifest_of(tensors), tensors, time.monotonic() + 1.0)
         gc.collect()
         assert buckets[0]() is not None
     finally:
@@ -318,22 +339,14 @@ def test_a_closed_group_frees_its_buckets_once_no_call_has_them(fleet: Fleet) ->
 
 def test_a_group_that_failed_frees_the_bucket_that_did_not_travel(fleet: Fleet) -> None:
     """Its error, which the channel keeps, knows what the failed call was given."""
-    buckets: list[weakref.ref[torch.Tensor]] = []
 
-    class Failing(Channel):
-        def _broadcast(self, tensor: torch.Tensor, *how: Any) -> None:
-            if tensor.numel() > 32:  # no challenge
-                buckets.append(weakref.ref(self._buffers[0]))
-                raise RuntimeError("connection reset")
-            super()._broadcast(tensor, *how)
+    def fail() -> None:
+        raise RuntimeError("connection reset")
 
+    channel, buckets = lead_acting(fleet, fail)
     tensors = weights()
-    manifest = manifest_of(tensors)
-    fleet.start(manifest, 1)
-    place = GroupRank("g", "gloo", "127.0.0.1", fleet.store.port, 0, 2, torch.device("cpu"), SECRET)
-    channel = Failing.lead(place, fleet.store, time.monotonic() + PATIENCE_S, fleet._opened)
     with pytest.raises(WeightChannelError, match="connection reset"):
-        send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
+        send(channel, manifest_of(tensors), tensors, time.monotonic() + PATIENCE_S)
     assert channel.join(PATIENCE_S)
     gc.collect()
     assert buckets[0]() is None

@@ -14,6 +14,7 @@ from headrace.config import Config
 from headrace.replay import RefitVerdict, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace_services.refit.sender import RefitReport, WeightSender
+from tests.support.buffer import keep_alive
 from tests.support.small_replica import SmallReplica, running
 from tests.support.source_model import SourceModel
 
@@ -64,21 +65,13 @@ async def test_a_member_that_never_says_what_it_computed_is_at_fault(
     source = SourceModel(tiny_model)
     mute = Mute(open_redis(redis_url), replay.run_id)
     good, silent = SmallReplica(replay, tiny_model), SmallReplica(mute, tiny_model)
-    heartbeats = asyncio.create_task(keep_alive(replay, silent))
-    async with running(good.run(), silent.run()):
+    async with running(good.run(), silent.run(), keep_alive(replay, silent.id)):
         await registered(replay, 2)
         report = await refit(replay, source, source.logprobs(source.probe_ids))
-    heartbeats.cancel()
     await mute.aclose()
     assert (report.verified, report.failed) == ((good.id,), {silent.id})
     assert list(report.refused) == [silent.id]
     assert "silent for 20 s (weight_channel.timeout_s)" in report.refused[silent.id]
-
-
-async def keep_alive(replay: ReplayClient, replica: SmallReplica) -> None:
-    while True:
-        await replay.heartbeat(replica.id, [])
-        await asyncio.sleep(0.5)
 
 
 async def test_a_trainer_with_nonfinite_log_probabilities_sends_nothing(replay: ReplayClient, tiny_model: Path) -> None:

@@ -238,10 +238,12 @@ def test_status_counts_failed_prompts_by_their_reasons() -> None:
 def test_status_names_a_broken_environment_with_its_traceback() -> None:
     works = EnvironmentState("fine", 3, 0, 1, 0, False)
     broken = EnvironmentState("told", 7, 0, 1, 0, True, "FAILING", "KeyError: 'anwser'", "Traceback:\n  line 1\n", 62.0)
-    assert list(waits_for([works, broken])) == [
+    away = EnvironmentState("away", 2, 0, 0, 0, True, "NOT_STARTED", "can't be reached", broken_s=5.0)
+    assert list(waits_for([works, broken, away])) == [
         ("waits for", "environment told, broken for 62 s, 8 trajectories: KeyError: 'anwser'"),
         ("", "Traceback:"),
         ("", "  line 1"),
+        ("waits for", "environment away, unavailable for 5 s, 2 trajectories: can't be reached"),
     ]
 
 

@@ -127,7 +127,9 @@ async def test_one_that_restarts_with_an_edit_is_not_broken(
     child = pipeline.children.environments["mine"]
     child.pid, child.was_ready, child.source_time = 1, True, changed_at(file)
     restarts = f"it restarts with the changed {file}"
-    broken = f"it is broken: no answer; fix {file}, and the run continues"
+    broken, unavailable = (
+        f"it is {what}: no answer; fix {file}, and the run continues" for what in ("broken", "unavailable")
+    )
     try:
         assert await waits(is_up=True) == []
         edit(file, MINE.replace("1.0", "0.5"))
@@ -138,7 +140,7 @@ async def test_one_that_restarts_with_an_edit_is_not_broken(
         assert await waits(is_up=True, breaker="NOT_STARTED") == [restarts]  # until the breaker's probe
         assert await waits(is_up=True, breaker="FAILING") == [broken]  # the edit is to blame
         child.restarts = 2
-        assert await waits(is_up=True, breaker="NOT_STARTED") == [broken]
+        assert await waits(is_up=True, breaker="NOT_STARTED") == [unavailable]
         child.restarts = 1
         assert await waits(is_up=True) == []
         assert await waits(is_up=False) == ["can't be reached"]

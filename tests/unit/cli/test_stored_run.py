@@ -28,8 +28,7 @@ def url(tmp_path: Path) -> str:
     first.start("t1")
     (first.folder / RECORD).write_bytes(msgspec.json.encode(RunRecord(1.0, "running", 1.0)))
     for version in (10, 20):
-        first.publish(version)
-        first.finish()
+        first.send(version)
     first.uploads.close()
     return url
 

@@ -337,41 +337,28 @@ def nested(levels: int) -> str:
 INTO_ONE = f"x0: {'a' * 10_000}\nx1: '{'${x0}' * 10_000}'\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (BOMB, "more than 100000 values once its aliases"),
-        (MERGED, "more than 100000 values once its aliases"),
-        (CHAIN, "nested more than 100 levels deep"),
-        ("run: " + "[" * 5000 + "]" * 5000, "nested more than 100 levels deep"),
-        ("run: " + "{a: " * 150 + "}" * 150, "nested more than 100 levels deep"),
-        ("run: &a [*a]", "an alias (*name) is inside the value"),
-        ("run: &a {b: {c: *a}}", "an alias (*name) is inside the value"),
-        ("env: {a: {x: '${env.b}'}, b: {x: '${env.a}'}}", "it contains itself"),
-        (INTO_TEXT, f"x5: '{'${x4}' * 10}' can't be resolved"),
-        (INTO_LISTS, "x5.7: '${x4}' can't be resolved"),
-        (INTO_NUMBERS, "x9: '${mul:${x8},${x8}}'"),
-        (INTO_ONE, "it holds more than 100 interpolations"),
-        (f"run: {{id: '{nested(200)}'}}", f"{nested(200)[:157]}…' can't be resolved"),
-        (f"run: {{id: '{nested(99)}'}}", "run.id: "),
-    ],
-    ids=[
-        "bomb",
-        "merge-bomb",
-        "chain",
-        "lists",
-        "mappings",
-        "list-in-itself",
-        "mapping-in-itself",
-        "interpolation",
-        "interpolations-into-text",
-        "interpolations-into-lists",
-        "interpolations-into-numbers",
-        "interpolations-into-one",
-        "interpolations-inside-interpolations",
-        "as-many-as-may-be",
-    ],
-)
+ENDLESS = {
+    "bomb": (BOMB, "more than 100000 values once its aliases"),
+    "merge-bomb": (MERGED, "more than 100000 values once its aliases"),
+    "chain": (CHAIN, "nested more than 100 levels deep"),
+    "lists": ("run: " + "[" * 5000 + "]" * 5000, "nested more than 100 levels deep"),
+    "mappings": ("run: " + "{a: " * 150 + "}" * 150, "nested more than 100 levels deep"),
+    "list-in-itself": ("run: &a [*a]", "an alias (*name) is inside the value"),
+    "mapping-in-itself": ("run: &a {b: {c: *a}}", "an alias (*name) is inside the value"),
+    "interpolation": ("env: {a: {x: '${env.b}'}, b: {x: '${env.a}'}}", "it contains itself"),
+    "interpolations-into-text": (INTO_TEXT, f"x5: '{'${x4}' * 10}' can't be resolved"),
+    "interpolations-into-lists": (INTO_LISTS, "x5.7: '${x4}' can't be resolved"),
+    "interpolations-into-numbers": (INTO_NUMBERS, "x9: '${mul:${x8},${x8}}'"),
+    "interpolations-into-one": (INTO_ONE, "it holds more than 100 interpolations"),
+    "interpolations-inside-interpolations": (
+        f"run: {{id: '{nested(200)}'}}",
+        f"{nested(200)[:157]}…' can't be resolved",
+    ),
+    "as-many-as-may-be": (f"run: {{id: '{nested(99)}'}}", "run.id: "),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), ENDLESS.values(), ids=ENDLESS)
 @pytest.mark.parametrize("marks", ["", "cluster: {}\n"], ids=["headrace", "nemo-rl"])
 @pytest.mark.timeout(120)
 def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, marks: str, text: str, said: str) -> None:

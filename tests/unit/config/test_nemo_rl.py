@@ -206,39 +206,30 @@ def test_an_unknown_key_that_asks_for_something_is_refused(tmp_path: Path, key: 
     assert said in line
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["polcy.a=1", "polcy.b=2"], "polcy: unknown section (command line); did you mean policy?"),
-        (
-            ["policy.dtensor_cfg.env_var.a=1"],
-            "policy.dtensor_cfg.env_var: unknown section (command line); did you mean policy.dtensor_cfg.env_vars?",
-        ),
-        (["new.below=1"], "new.below: unknown key, value 1 (command line); leave it out"),
-        (["cluster=4"], "cluster: 4 is not a section of keys (command line); give a mapping"),
-        (
-            ["policy.dtensor_cfg.lora_cfg=[1]"],
-            "policy.dtensor_cfg.lora_cfg: [1] is not a section of keys (command line); give a mapping",
-        ),
-        (
-            ["policy.dtensor_cfg.sequence_parallel.below=1"],
-            "policy.dtensor_cfg.sequence_parallel: is not a section of keys (command line); give it one value",
-        ),
-        (
-            ["grpo.async_grpo=null", "async_rl.sampler=in_order"],
-            "async_rl.sampler.name: 'in_order' is not a section; give name and its bound (command line)",
-        ),
-    ],
-    ids=[
-        "section",
-        "section-below",
-        "unlike-any",
-        "scalar-for-a-section",
-        "list-for-a-section",
-        "no-section",
-        "said-already",
-    ],
-)
+CASES = {
+    "section": (["polcy.a=1", "polcy.b=2"], "polcy: unknown section (command line); did you mean policy?"),
+    "section-below": (
+        ["policy.dtensor_cfg.env_var.a=1"],
+        "policy.dtensor_cfg.env_var: unknown section (command line); did you mean policy.dtensor_cfg.env_vars?",
+    ),
+    "unlike-any": (["new.below=1"], "new.below: unknown key, value 1 (command line); leave it out"),
+    "scalar-for-a-section": (["cluster=4"], "cluster: 4 is not a section of keys (command line); give a mapping"),
+    "list-for-a-section": (
+        ["policy.dtensor_cfg.lora_cfg=[1]"],
+        "policy.dtensor_cfg.lora_cfg: [1] is not a section of keys (command line); give a mapping",
+    ),
+    "no-section": (
+        ["policy.dtensor_cfg.sequence_parallel.below=1"],
+        "policy.dtensor_cfg.sequence_parallel: is not a section of keys (command line); give it one value",
+    ),
+    "said-already": (
+        ["grpo.async_grpo=null", "async_rl.sampler=in_order"],
+        "async_rl.sampler.name: 'in_order' is not a section; give name and its bound (command line)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "said"), CASES.values(), ids=CASES)
 def test_what_is_no_section_is_said_in_one_line(tmp_path: Path, overrides: list[str], said: str) -> None:
     assert refusal(tmp_path, "", *overrides) == [said]
 

@@ -122,31 +122,20 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
     assert asked(read(path)) == [("10^30", {"answer": "1" + "0" * 30})]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"input": "a", "output": "1", "w": NaN}', "NaN is not"),
-        ('{"input": "a", "output": 1e400}', "1e400"),
-        ('{"input": "a", "output": "1", "w": 1e999}', "1e999, larger than a float64"),
-        ('{"input": "a\\ud800", "output": "1"}', "field 'input' .*surrogates"),
-        ('{"input": "a", "output": "\\ud800"}', "field 'answer' .*surrogates"),
-        ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' "),
-        ('{"input": "a", "output": "1", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deeply"),
-        ('{"input": "a", "output": 1' + "0" * 5000 + "}", "4300 digits"),
-        ("\0\x1b[2J", "Expecting value"),
-    ],
-    ids=[
-        "nan",
-        "infinite-answer",
-        "infinite",
-        "surrogate",
-        "surrogate-answer",
-        "integer",
-        "nested",
-        "digits",
-        "control",
-    ],
-)
+CASES = {
+    "nan": ('{"input": "a", "output": "1", "w": NaN}', "NaN is not"),
+    "infinite-answer": ('{"input": "a", "output": 1e400}', "1e400"),
+    "infinite": ('{"input": "a", "output": "1", "w": 1e999}', "1e999, larger than a float64"),
+    "surrogate": ('{"input": "a\\ud800", "output": "1"}', "field 'input' .*surrogates"),
+    "surrogate-answer": ('{"input": "a", "output": "\\ud800"}', "field 'answer' .*surrogates"),
+    "integer": ('{"input": "a", "output": "1", "n": 1' + "0" * 30 + "}", "field 'n' "),
+    "nested": ('{"input": "a", "output": "1", "n": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deeply"),
+    "digits": ('{"input": "a", "output": 1' + "0" * 5000 + "}", "4300 digits"),
+    "control": ("\0\x1b[2J", "Expecting value"),
+}
+
+
+@pytest.mark.parametrize(("line", "said"), CASES.values(), ids=CASES)
 def test_what_can_t_be_carried_is_refused_with_its_line(tmp_path: Path, line: str, said: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"input": "1", "output": "1"}}\n{line}\n')

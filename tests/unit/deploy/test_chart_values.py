@@ -19,6 +19,7 @@ from headrace.config.loading import variable_name
 from headrace.launch import chart_values as module
 from headrace.launch.chart_values import Cluster, chart_values
 from headrace.launch.entry_points import load_entry_point
+from tests.support.helm import merged
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -38,14 +39,6 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(**sections: Any) -> Config:
     given = {"env": {"math": {"type": "math"}}, "data": {"train": {"dataset_name": "arithmetic", "env_name": "math"}}}
     return Config.model_validate(given | sections)
-
-
-def merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """As Helm merges them."""
-    both = dict(defaults)
-    for key, value in values.items():
-        both[key] = merged(both.get(key) or {}, value) if isinstance(value, dict) else value
-    return both
 
 
 def violations(values: Mapping[str, Any]) -> list[str]:

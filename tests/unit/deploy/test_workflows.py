@@ -11,12 +11,19 @@ import yaml
 WORKFLOWS = Path(__file__).resolve().parents[3] / ".github" / "workflows"
 
 
+def read(file: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = yaml.safe_load((WORKFLOWS / file).read_text())
+    return found
+
+
 def jobs(file: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load((WORKFLOWS / file).read_text())["jobs"]
+    found: dict[str, dict[str, Any]] = read(file)["jobs"]
     return found
 
 
 def test_nothing_is_released_of_a_commit_that_has_not_passed_the_gate() -> None:
+    of_tags = [each.name for each in WORKFLOWS.iterdir() if "tags" in ((read(each.name)[True] or {}).get("push") or {})]
+    assert of_tags == ["release.yml"]  # YAML 1.1 reads `on` as True
     release = jobs("release.yml")
     gates = {name for name, job in release.items() if job.get("uses") == "./.github/workflows/gate.yml"}
     for name, job in release.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -15,26 +14,12 @@ from headrace.page.server import build_app
 from headrace.run import group_files
 from headrace.run.findings import Window
 from headrace.run.journal import JOURNAL
-from tests.support.page_runs import START, recorded_run
+from tests.support.page_runs import Event, recorded_run, write_events
 
 
 def a_minute(run: Path, window: Window) -> dict[str, float]:
     """Those that are not 0."""
     return {state: rate * 60 for state, rate in per_second(RunFiles(run), window).items() if rate}
-
-
-Event = tuple[float, str, str, dict[str, Any]]
-
-
-def write(run: Path, *events: Event) -> None:
-    """Write events, each with its seconds after the start, its group, what it is, and its other fields."""
-    rows = [
-        {"id": f"{int((START + seconds) * 1000)}-{place}", "part": 0, "time": int((START + seconds) * 1000)}
-        | {"group": group, "what": what, **more}
-        for place, (seconds, group, what, more) in enumerate(events)
-    ]
-    names = [name for name in group_files.COLUMNS if any(name in row for row in rows)]
-    group_files.write_file(run / group_files.FOLDER, {name: [row.get(name) for row in rows] for name in names})
 
 
 def test_each_arrow_has_the_groups_of_the_windows_steps(tmp_path: Path) -> None:
@@ -56,9 +41,9 @@ def test_groups_of_validations_are_not_those_of_training(tmp_path: Path) -> None
 
     def rates(name: str, first: list[Event], last: list[Event]) -> dict[str, float]:
         run = recorded_run(tmp_path, name, groups=False)
-        write(run, (-1, "held-out", "enqueued", {"lane": "validation"}), (51, "0-1", "leased", {}))
-        write(run, *first, (53, "0-2", "leased", {}))
-        write(run, *last, (61, "0-3", "leased", {}))
+        write_events(run, (-1, "held-out", "enqueued", {"lane": "validation"}), (51, "0-1", "leased", {}))
+        write_events(run, *first, (53, "0-2", "leased", {}))
+        write_events(run, *last, (61, "0-3", "leased", {}))
         return a_minute(run, "last")
 
     without = rates("without", [], [])
@@ -75,7 +60,7 @@ def test_the_time_between_two_starts_is_no_part_of_a_rate(tmp_path: Path) -> Non
             line["metrics"]["efficiency/init/total_s"] = 100.0
     (run / JOURNAL).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     # of five steps, in 50 seconds, the first three have their groups; and two hours after them nothing is counted
-    write(run, (7_200, "night", "leased", {}), (86_445, "0-99", "leased", {}), (86_461, "late", "leased", {}))
+    write_events(run, (7_200, "night", "leased", {}), (86_445, "0-99", "leased", {}), (86_461, "late", "leased", {}))
     found = a_minute(run, "all")
     assert found["open"] == pytest.approx(7 / 50 * 60)
     assert found["trained"] == pytest.approx(10 / 50 * 60)
@@ -83,7 +68,7 @@ def test_the_time_between_two_starts_is_no_part_of_a_rate(tmp_path: Path) -> Non
 
 def test_events_that_are_not_written_yet_lower_no_rate(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, groups=False)
-    write(run, (5, "a", "leased", {}), (15, "b", "leased", {}), (30, "a", "ready", {}))
+    write_events(run, (5, "a", "leased", {}), (15, "b", "leased", {}), (30, "a", "ready", {}))
     found = a_minute(run, "all")
     assert found["open"] == pytest.approx(2 / 30 * 60, rel=1e-3)
     assert found["trained"] == pytest.approx(12)
@@ -94,8 +79,8 @@ def test_events_that_stand_in_two_files_count_once(tmp_path: Path) -> None:
     """A trainer that was killed after it wrote a file writes its events again."""
     run = recorded_run(tmp_path, groups=False)
     told = [(5.0, "a", "leased", {}), (15.0, "b", "leased", {}), (58.0, "a", "ready", {})]
-    write(run, *told)
-    write(run, *told, (59.0, "b", "ready", {}))
+    write_events(run, *told)
+    write_events(run, *told, (59.0, "b", "ready", {}))
     assert len(group_files.list_files(run / group_files.FOLDER)) == 2
     found = a_minute(run, "all")
     assert (found["open"], found["ready"]) == pytest.approx((2 / 59 * 60, 2 / 59 * 60), rel=1e-3)

@@ -331,7 +331,7 @@ print(pyarrow.default_memory_pool().backend_name)
     assert found.stdout == "system\n"
 
 
-def test_a_run_that_is_read_for_long_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_is_read_for_long_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the index of a million groups is, which takes minutes once."""
     for name in ("slow", "quick"):
         recorded_run(tmp_path, name)
@@ -345,20 +345,17 @@ def test_a_run_that_is_read_for_long_holds_up_no_other(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(overview, "describe", read_for_long)
 
-    async def look() -> None:
-        transport = httpx.ASGITransport(build_app(tmp_path))
-        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
-            waiting = [asyncio.create_task(client.get("/api/runs/slow")) for _ in range(5)]
-            assert await asyncio.to_thread(reading.wait, 60)
-            try:
-                async with asyncio.timeout(30):
-                    assert (await client.get("/api/runs/quick")).json() == {"name": "quick"}
-                assert not any(task.done() for task in waiting)
-            finally:
-                done.set()
-            assert [(await task).json() for task in waiting] == [{"name": "slow"}] * 5
-
-    asyncio.run(look())
+    transport = httpx.ASGITransport(build_app(tmp_path))
+    async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
+        waiting = [asyncio.create_task(client.get("/api/runs/slow")) for _ in range(5)]
+        assert await asyncio.to_thread(reading.wait, 60)
+        try:
+            async with asyncio.timeout(30):
+                assert (await client.get("/api/runs/quick")).json() == {"name": "quick"}
+            assert not any(task.done() for task in waiting)
+        finally:
+            done.set()
+        assert [(await task).json() for task in waiting] == [{"name": "slow"}] * 5
 
 
 def test_a_run_is_shown_while_its_groups_are_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

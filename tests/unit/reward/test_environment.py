@@ -24,10 +24,7 @@ def environment(answer: Callable[[Sample], Any], **attributes: Any) -> Environme
 
 
 def scorer(mine: Environment, *completions: str, timeout_s: float | None = None) -> list[Score]:
-    async def run() -> list[Score]:
-        return await BatchScorer(mine).score([Sample(completion) for completion in completions], timeout_s)
-
-    return asyncio.run(run())
+    return asyncio.run(BatchScorer(mine).score([Sample(completion) for completion in completions], timeout_s))
 
 
 def untimed(score: Score) -> Score:
@@ -138,7 +135,7 @@ def test_an_environment_without_a_method_says_so() -> None:
     assert "score_batch" in score.message
 
 
-def test_async_scores_run_at_the_same_time() -> None:
+async def test_async_scores_run_at_the_same_time() -> None:
     class Meeting(Environment):
         """Scores nothing before all three samples are there."""
 
@@ -149,10 +146,8 @@ def test_async_scores_run_at_the_same_time() -> None:
             await self.barrier.wait()
             return float(len(sample.completion))
 
-    async def run() -> list[Score]:
-        return await BatchScorer(Meeting()).score([Sample("a"), Sample("bb"), Sample("ccc")], WAIT_S)
-
-    assert [score.reward for score in asyncio.run(run())] == [1, 2, 3]
+    scores = await BatchScorer(Meeting()).score([Sample("a"), Sample("bb"), Sample("ccc")], WAIT_S)
+    assert [score.reward for score in scores] == [1, 2, 3]
 
 
 def test_plain_scores_run_at_the_same_time_in_threads() -> None:
@@ -200,31 +195,25 @@ def test_what_is_late_is_timed_out_and_what_is_done_keeps_its_reward() -> None:
     assert done.reward == 1
 
 
-def test_a_hung_thread_keeps_its_slot_and_no_other() -> None:
+async def test_a_hung_thread_keeps_its_slot_and_no_other() -> None:
     release = threading.Event()
     mine = environment(lambda s: release.wait(WAIT_S) * 0.0 if s.completion == "slow" else 1.0, concurrency=2)
 
-    async def run() -> tuple[list[Score], list[Score], list[Score]]:
-        scorer = BatchScorer(mine)
-        first = await scorer.score([Sample("slow")], 0.1)
-        beside = await scorer.score([Sample("a"), Sample("b")], WAIT_S)
-        await scorer.score([Sample("slow")], 0.1)
-        full = await scorer.score([Sample("a")], 0.1)
-        release.set()
-        after = full
-        while after[0].status == "NOT_STARTED":  # until the threads have ended
-            await asyncio.sleep(0.01)
-            after = await scorer.score([Sample("a")], WAIT_S)
-        return first, beside, [*full, *after]
-
-    first, beside, (full, after) = asyncio.run(run())
-    assert first[0].status == "TIMED_OUT"
+    scorer = BatchScorer(mine)
+    assert [score.status for score in await scorer.score([Sample("slow")], 0.1)] == ["TIMED_OUT"]
+    beside = await scorer.score([Sample("a"), Sample("b")], WAIT_S)
     assert [score.status for score in beside] == ["SCORED", "NOT_STARTED"]
-    assert full.status == "NOT_STARTED"
+    await scorer.score([Sample("slow")], 0.1)
+    (after,) = await scorer.score([Sample("a")], 0.1)
+    assert after.status == "NOT_STARTED"
+    release.set()
+    while after.status == "NOT_STARTED":  # until the threads have ended
+        await asyncio.sleep(0.01)
+        (after,) = await scorer.score([Sample("a")], WAIT_S)
     assert after.reward == 1
 
 
-def test_what_a_shutdowns_grace_leaves_undone_was_not_started() -> None:
+async def test_what_a_shutdowns_grace_leaves_undone_was_not_started() -> None:
     class Half(Environment):
         async def score(self, sample: Sample) -> float:
             if sample.completion == "slow":
@@ -232,14 +221,11 @@ def test_what_a_shutdowns_grace_leaves_undone_was_not_started() -> None:
             await asyncio.sleep(0)
             return 1.0
 
-    async def run() -> tuple[list[Score], list[Score]]:
-        scorer = BatchScorer(Half())
-        call = asyncio.create_task(scorer.score([Sample("slow"), Sample("fast")], WAIT_S))
-        await asyncio.sleep(0)
-        await scorer.drain(0.1)
-        return await call, await scorer.score([Sample("fast")], WAIT_S)
-
-    (slow, fast), (after,) = asyncio.run(run())
+    scorer = BatchScorer(Half())
+    call = asyncio.create_task(scorer.score([Sample("slow"), Sample("fast")], WAIT_S))
+    await asyncio.sleep(0)
+    await scorer.drain(0.1)
+    (slow, fast), (after,) = await call, await scorer.score([Sample("fast")], WAIT_S)
     assert [slow.status, fast.status, after.status] == ["NOT_STARTED", "SCORED", "NOT_STARTED"]
     assert after.message == "Half is shutting down"
 
@@ -282,7 +268,7 @@ def test_an_empty_batch_has_no_scores() -> None:
     assert scorer(environment(lambda _: 1.0)) == []
 
 
-def test_a_failure_is_logged_once_with_its_cause_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_is_logged_once_with_its_cause_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
     def score(sample: Sample) -> float | Score:
         if sample.completion == "refused":
             return Score("INVALID", message=f"no answer in problem {sample.index}")
@@ -293,17 +279,12 @@ def test_a_failure_is_logged_once_with_its_cause_and_then_counted(caplog: pytest
     messages = ({"role": "user", "content": "2+\x1b[0m2"},)
 
     now = 0.0
-
-    async def run() -> None:
-        nonlocal now
-        scorer = BatchScorer(mine, Repeats(every_s=60, clock=lambda: now))
-        for index in range(30):
-            sample = Sample(hostile, {"answer": "4"}, messages, index=index)
-            await scorer.score([sample, Sample("refused", index=index)], WAIT_S)
-        now = 60.0
-        await scorer.score([Sample("x")], WAIT_S)
-
-    asyncio.run(run())
+    scorer = BatchScorer(mine, Repeats(every_s=60, clock=lambda: now))
+    for index in range(30):
+        sample = Sample(hostile, {"answer": "4"}, messages, index=index)
+        await scorer.score([sample, Sample("refused", index=index)], WAIT_S)
+    now = 60.0
+    await scorer.score([Sample("x")], WAIT_S)
     raised, refused, again = (record.getMessage() for record in caplog.records)
     place = f"{__file__}:{score.__code__.co_firstlineno + 3}, in score"
     assert raised.startswith(f"mine raised KeyError ({place}: ")

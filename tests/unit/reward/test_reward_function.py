@@ -34,11 +34,8 @@ def loaded(file: Path, text: str, name: str = "reward") -> Environment:
 
 def scored(environment: Environment, samples: Sequence[Sample]) -> list[Score]:
     """The scores of one call. Each crosses the wire."""
-
-    async def run() -> list[Score]:
-        return await BatchScorer(environment).score(samples, 20.0)
-
-    return [score_from_wire(score_to_wire(score)) for score in asyncio.run(run())]
+    scores = asyncio.run(BatchScorer(environment).score(samples, 20.0))
+    return [score_from_wire(score_to_wire(score)) for score in scores]
 
 
 def ask(text: str, **columns: Any) -> Sample:

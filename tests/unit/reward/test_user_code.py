@@ -109,25 +109,22 @@ async def ends(mine: Environment, times: int = 1) -> list[Score]:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_every_exception_fails_its_sample_and_frees_its_slot(road: str) -> None:
-    async def run() -> None:
-        for kind in ERRORS:
-            error = made(kind)
+async def test_every_exception_fails_its_sample_and_frees_its_slot(road: str) -> None:
+    for kind in ERRORS:
+        error = made(kind)
 
-            def act(_: Any, error: BaseException = error) -> Any:
-                raise error
+        def act(_: Any, error: BaseException = error) -> Any:
+            raise error
 
-            for score in await ends(acting(act, road), times=3):
-                assert (score.status, score.reward) == ("FAILED", None), kind
-                assert score.message.startswith(type(error).__name__), kind
-                assert __file__ in score.message, kind
-                assert "act" in score.traceback, kind
-
-    asyncio.run(run())
+        for score in await ends(acting(act, road), times=3):
+            assert (score.status, score.reward) == ("FAILED", None), kind
+            assert score.message.startswith(type(error).__name__), kind
+            assert __file__ in score.message, kind
+            assert "act" in score.traceback, kind
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_after_an_iterator_that_was_empty_the_next_samples_are_scored(road: str) -> None:
+async def test_after_an_iterator_that_was_empty_the_next_samples_are_scored(road: str) -> None:
     calls = iter(range(100))
 
     def act(given: Any) -> Any:
@@ -135,7 +132,7 @@ def test_after_an_iterator_that_was_empty_the_next_samples_are_scored(road: str)
             return next(x for x in [])
         return [1.0] if isinstance(given, Sequence) else 1.0
 
-    scores = asyncio.run(ends(acting(act, road), times=8))
+    scores = await ends(acting(act, road), times=8)
     assert [score.status for score in scores] == ["FAILED"] * 5 + ["SCORED"] * 3
 
 
@@ -216,19 +213,19 @@ VALUES: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_what_is_no_reward_fails_its_sample_alone_and_frees_its_slot(road: str) -> None:
+async def test_what_is_no_reward_fails_its_sample_alone_and_frees_its_slot(road: str) -> None:
     for number, make in enumerate(VALUES):
 
         def act(given: Any, make: Callable[[], Any] = make) -> Any:
             value = make()
             return [value] if isinstance(given, Sequence) else value
 
-        for score in asyncio.run(ends(acting(act, road), times=3)):
+        for score in await ends(acting(act, road), times=3):
             assert (score.status, score.reward) == ("FAILED", None), number
             assert score.message, number
 
 
-def test_in_a_batch_what_is_no_reward_fails_alone() -> None:
+async def test_in_a_batch_what_is_no_reward_fails_alone() -> None:
     values = []
     for make in VALUES:
         with contextlib.suppress(Exception):  # a Score that can't be made is an exception of the user's code
@@ -239,35 +236,29 @@ def test_in_a_batch_what_is_no_reward_fails_alone() -> None:
         def score_batch(self, samples: Sequence[Sample]) -> list[Any]:
             return [*values, 1.0]
 
-    async def run() -> list[Score]:
-        return await BatchScorer(Mine()).score([Sample("x")] * (len(values) + 1), None)
-
-    *bad, good = [score_from_wire(score_to_wire(score)) for score in asyncio.run(run())]
+    scores = await BatchScorer(Mine()).score([Sample("x")] * (len(values) + 1), None)
+    *bad, good = [score_from_wire(score_to_wire(score)) for score in scores]
     assert {score.status for score in bad} == {"FAILED"}
     assert (good.status, good.reward) == ("SCORED", 1.0)
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_a_call_that_is_given_up_is_cancelled_and_not_failed(road: str) -> None:
+async def test_a_call_that_is_given_up_is_cancelled_and_not_failed(road: str) -> None:
     """A cancellation from outside is told from one that the user's code raises."""
+    began = asyncio.Event()
 
-    async def run() -> None:
-        began = asyncio.Event()
+    async def hang() -> None:
+        began.set()
+        await asyncio.Event().wait()
 
-        async def hang() -> None:
-            began.set()
-            await asyncio.Event().wait()
-
-        mine = acting(lambda _: hang(), "plain " + road.partition(" ")[2])
-        working = (
-            Programs(mine).run(Episode("http://127.0.0.1:1", ""))
-            if mine.runs_episodes
-            else BatchScorer(mine).score([Sample("x")], None)
-        )
-        task = asyncio.ensure_future(working)
-        await asyncio.wait_for(began.wait(), 30)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
+    mine = acting(lambda _: hang(), "plain " + road.partition(" ")[2])
+    working = (
+        Programs(mine).run(Episode("http://127.0.0.1:1", ""))
+        if mine.runs_episodes
+        else BatchScorer(mine).score([Sample("x")], None)
+    )
+    task = asyncio.ensure_future(working)
+    await asyncio.wait_for(began.wait(), 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -33,39 +33,36 @@ def register(*offers: tuple[Any, int], build: str = "1") -> pb.Register:
 
 
 @given(st.tuples(st.integers(1, 6), st.integers(1, 6)), EVENTS)
-def test_each_kind_has_credit_of_its_own(capacities: tuple[int, int], events: list[tuple[str, Any, int]]) -> None:
-    async def play() -> None:
-        stream = AttachedStream(register(*zip(KINDS, capacities, strict=True)), 1024**2)
-        credit = dict.fromkeys(KINDS, 0)
-        held: dict[Any, list[tuple[str, int, asyncio.Future[pb.Answer]]]] = {kind: [] for kind in KINDS}
-        for name, kind, amount in events:
-            most = capacities[KINDS.index(kind)]
-            if name == "grant":
-                event = pb.AttachRequest(credit=pb.Credit(name="mine", kind=kind, amount=amount))
-                if credit[kind] + sum(size for _, size, _ in held[kind]) + amount > most:
-                    with pytest.raises(CodecError, match="overdraft"):
-                        stream.receive(event)
-                else:
+async def test_each_kind_has_credit_of_its_own(capacities: tuple[int, int], events: list[tuple[str, Any, int]]) -> None:
+    stream = AttachedStream(register(*zip(KINDS, capacities, strict=True)), 1024**2)
+    credit = dict.fromkeys(KINDS, 0)
+    held: dict[Any, list[tuple[str, int, asyncio.Future[pb.Answer]]]] = {kind: [] for kind in KINDS}
+    for name, kind, amount in events:
+        most = capacities[KINDS.index(kind)]
+        if name == "grant":
+            event = pb.AttachRequest(credit=pb.Credit(name="mine", kind=kind, amount=amount))
+            if credit[kind] + sum(size for _, size, _ in held[kind]) + amount > most:
+                with pytest.raises(CodecError, match="overdraft"):
                     stream.receive(event)
-                    credit[kind] += amount
-            elif name == "send":
-                size = 1 if kind == pb.WORK_KIND_EPISODE else amount
-                if size > credit[kind]:
-                    continue
-                if kind == pb.WORK_KIND_EPISODE:
-                    work_id, answer = stream.send_episode("mine", episode_pb2.Episode(), 1.0)
-                else:
-                    work_id, answer = stream.send("mine", [trajectory_pb2.Trajectory()] * size, 1.0)
-                credit[kind] -= size
-                held[kind].append((work_id, size, answer))
-            elif held[kind]:
-                work_id, _, answer = held[kind].pop(0)
-                stream.receive(pb.AttachRequest(answer=pb.Answer(work_id=work_id)))
-                assert answer.done()
-            assert {of: stream.room("mine", of) for of in KINDS} == credit
-            assert stream.count_held("mine") == sum(size for pieces in held.values() for _, size, _ in pieces)
-
-    asyncio.run(play())
+            else:
+                stream.receive(event)
+                credit[kind] += amount
+        elif name == "send":
+            size = 1 if kind == pb.WORK_KIND_EPISODE else amount
+            if size > credit[kind]:
+                continue
+            if kind == pb.WORK_KIND_EPISODE:
+                work_id, answer = stream.send_episode("mine", episode_pb2.Episode(), 1.0)
+            else:
+                work_id, answer = stream.send("mine", [trajectory_pb2.Trajectory()] * size, 1.0)
+            credit[kind] -= size
+            held[kind].append((work_id, size, answer))
+        elif held[kind]:
+            work_id, _, answer = held[kind].pop(0)
+            stream.receive(pb.AttachRequest(answer=pb.Answer(work_id=work_id)))
+            assert answer.done()
+        assert {of: stream.room("mine", of) for of in KINDS} == credit
+        assert stream.count_held("mine") == sum(size for pieces in held.values() for _, size, _ in pieces)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from headrace.config import LossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 from headrace_services.trainer.network.policy_model import PolicyOutput
 
-EPSILON = 1e-8
+SMALLEST_COUNT = 1e-8
 FLOAT32 = float(np.log(np.finfo(np.float32).max))  # exponents above overflow there
 
 
@@ -178,15 +178,15 @@ def exponential(exponent: Tensor, largest: float) -> Tensor:
 def reduced(c: LossConfig, case: Case, x: Tensor) -> Tensor:
     m, s, z = case.mask * case.present, case.multipliers, case.counts
     if c.constant_length is not None:
-        return (x * case.counted).sum() / (z.sequences * c.constant_length + EPSILON)
+        return (x * case.counted).sum() / max(z.sequences * c.constant_length, SMALLEST_COUNT)
     if c.token_level_loss:
-        return (x * case.counted).sum() / (z.tokens + EPSILON)
-    return ((x * m).sum(1) / (m.sum(1) + EPSILON) * s).sum() / (z.sequences + EPSILON)
+        return (x * case.counted).sum() / max(z.tokens, SMALLEST_COUNT)
+    return ((x * m).sum(1) / m.sum(1).clamp(min=SMALLEST_COUNT) * s).sum() / max(z.sequences, SMALLEST_COUNT)
 
 
 def sequence_mean(case: Case, x: Tensor) -> Tensor:
     """[B, 1]"""
-    return ((x * case.present).sum(1) / (case.present.sum(1) + EPSILON))[:, None]
+    return ((x * case.present).sum(1) / case.present.sum(1).clamp(min=SMALLEST_COUNT))[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +234,7 @@ def written(c: LossConfig, case: Case, logprobs: Tensor, largest: float = 1e9) -
     loss = reduced(c, case, weight * (1 - dropped) * l)
     penalty = kl_penalty(c, case, logprobs, largest)
     positive = case.counted * (case.rewards > 0)[:, None]
-    nll = (-logprobs * positive).sum() / (positive.sum() + EPSILON) * (c.positive_example_nll_weight > 0)
+    nll = (-logprobs * positive).sum() / positive.sum().clamp(min=SMALLEST_COUNT) * (c.positive_example_nll_weight > 0)
     loss = loss + c.reference_policy_kl_penalty * penalty + c.positive_example_nll_weight * nll
     per_token = {
         **divergences(c, case),
@@ -312,11 +312,11 @@ def divergences(c: LossConfig, case: Case) -> dict[str, Tensor]:
 
 
 def over_tokens(case: Case, x: Tensor) -> Tensor:
-    return (x * case.counted).sum() / (case.counts.tokens + EPSILON)
+    return (x * case.counted).sum() / max(case.counts.tokens, SMALLEST_COUNT)
 
 
 def over_sequences(case: Case, x: Tensor) -> Tensor:
     """`x` [B, S] is one number a sequence; sequences without a token have none."""
     if x.shape[1] == 0:
         return x.sum()
-    return (x[:, 0] * case.multipliers * case.present.any(1)).sum() / (case.counts.sequences + EPSILON)
+    return (x[:, 0] * case.multipliers * case.present.any(1)).sum() / max(case.counts.sequences, SMALLEST_COUNT)

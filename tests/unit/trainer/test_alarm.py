@@ -62,41 +62,31 @@ def alarmed(steps: Sequence[Mapping[str, float]], limits: Mapping[str, float]) -
     return found
 
 
-@pytest.mark.parametrize(
-    ("steps", "changes", "expected"),
-    [
-        (FLOAT32, {}, [False] * 6),
-        ([BFLOAT16] * 2, {"policy": {"precision": "bfloat16"}}, [False] * 2),
-        ([BFLOAT16], {}, [True]),
-        ([{"token_mult_prob_error": 1.4, "gen_kl_error": 0.05, "off_policy_tokens": 0.3}] * 9, {}, [False] * 9),
-        ([{"off_policy_tokens": 0.6}] * 4, {}, [False, False, True, True]),
-        ([{"off_policy_tokens": share} for share in (0.6, 0.6, 0.4, 0.6, 0.6)], {}, [False] * 5),
-        ([{"on_policy_token_mult_prob_error": 1.05, "on_policy_gen_kl_error": 0.01}], {}, [False]),
-        ([{"on_policy_token_mult_prob_error": 1.051, "on_policy_gen_kl_error": 0.0}], {}, [True]),
-        ([{"on_policy_token_mult_prob_error": 1.0, "on_policy_gen_kl_error": 0.011}], {}, [True]),
-        ([{"on_policy_token_mult_prob_error": math.nan}], {}, [True]),
-        ([{"loss": 1.0}], {}, [False]),
-        (
-            [{"on_policy_token_mult_prob_error": 99.0, "on_policy_gen_kl_error": 99.0, "off_policy_tokens": 1.0}] * 4,
-            {"logger": {"train_inference_alarm": {"token_mult_prob_error": None, "gen_kl_error": None}}},
-            [False] * 4,
-        ),
-    ],
-    ids=[
-        "a healthy run",
-        "bfloat16, whose refits are verified as such",
-        "as much where refits agree to 1e-3",
-        "old data that the weights have learnt from",
-        "most of it beyond the clip, steps in a row",
-        "now and then",
-        "at the limits",
-        "error",
-        "divergence",
-        "not finite",
-        "not measured",
-        "limits of null",
-    ],
-)
+CASES = {
+    "a healthy run": (FLOAT32, {}, [False] * 6),
+    "bfloat16, whose refits are verified as such": ([BFLOAT16] * 2, {"policy": {"precision": "bfloat16"}}, [False] * 2),
+    "as much where refits agree to 1e-3": ([BFLOAT16], {}, [True]),
+    "old data that the weights have learnt from": (
+        [{"token_mult_prob_error": 1.4, "gen_kl_error": 0.05, "off_policy_tokens": 0.3}] * 9,
+        {},
+        [False] * 9,
+    ),
+    "most of it beyond the clip, steps in a row": ([{"off_policy_tokens": 0.6}] * 4, {}, [False, False, True, True]),
+    "now and then": ([{"off_policy_tokens": share} for share in (0.6, 0.6, 0.4, 0.6, 0.6)], {}, [False] * 5),
+    "at the limits": ([{"on_policy_token_mult_prob_error": 1.05, "on_policy_gen_kl_error": 0.01}], {}, [False]),
+    "error": ([{"on_policy_token_mult_prob_error": 1.051, "on_policy_gen_kl_error": 0.0}], {}, [True]),
+    "divergence": ([{"on_policy_token_mult_prob_error": 1.0, "on_policy_gen_kl_error": 0.011}], {}, [True]),
+    "not finite": ([{"on_policy_token_mult_prob_error": math.nan}], {}, [True]),
+    "not measured": ([{"loss": 1.0}], {}, [False]),
+    "limits of null": (
+        [{"on_policy_token_mult_prob_error": 99.0, "on_policy_gen_kl_error": 99.0, "off_policy_tokens": 1.0}] * 4,
+        {"logger": {"train_inference_alarm": {"token_mult_prob_error": None, "gen_kl_error": None}}},
+        [False] * 4,
+    ),
+}
+
+
+@pytest.mark.parametrize(("steps", "changes", "expected"), CASES.values(), ids=CASES)
 def test_when_trainer_and_inference_are_said_to_disagree(
     steps: Sequence[Mapping[str, float]], changes: Mapping[str, Any], expected: Sequence[bool]
 ) -> None:

@@ -36,7 +36,7 @@ STATS: dict[str, Any] = {
         }
     ],
     "runners": [{"id": "a1", "alive": True, "leases": 2, "seen_s_ago": 0.1, "info": {}}],
-    "environments": [{"name": "judge", "waiting": 5, "taken": 4, "broken": True, "message": "it is away"}],
+    "environments": [{"name": "judge", "waiting": 5, "taken": 4, "broken": True, "kind": "NOT_STARTED", "message": "it is away"}],
 }  # fmt: skip
 PAGE = """# HELP headrace_rollout_engine_generated_tokens_total Tokens that the engine sampled
 headrace_rollout_engine_generated_tokens_total 1234.0
@@ -90,7 +90,8 @@ async def test_what_is_written_is_read_again(writer: NowWriter, tmp_path: Path) 
         ("judge", 5, 4, True)
     ]
     assert state.waits[0] == "generation"
-    assert "it is away" in state.waits[1]
+    assert "unavailable: it is away" in state.waits[1]
+    assert state.environments[0].trouble == "unavailable"
     # what nobody knows is not there
     assert b"capacity" not in (tmp_path / "run" / NOW).read_bytes()
     (tmp_path / "run" / NOW).write_text("{")

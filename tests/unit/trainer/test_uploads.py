@@ -55,14 +55,21 @@ def machine(tmp_path: Path) -> Iterator[Make]:
         each.uploads.close()
 
 
+@pytest.fixture
+def first(s3: S3Server, machine: Make) -> Machine:
+    """One that has begun the run, with an empty store."""
+    first = machine("first")
+    first.start("t1")
+    return first
+
+
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_an_empty_machine_continues_from_the_store(s3: S3Server, machine: Make, tmp_path: Path, kind: str) -> None:
     url = URL if kind == "s3" else f"file://{tmp_path}/mount"
     first = machine("first", url)
     assert first.start("t1") == 0
     first.publish(10)
-    first.publish(20, accuracy=0.5)
-    first.finish()
+    first.send(20, accuracy=0.5)
     first.checkpoints.add_metrics(20, "t1", {"val:late": 0.75})
     first.uploads.wake()
     first.finish()
@@ -82,8 +89,7 @@ def test_an_empty_machine_continues_from_the_store(s3: S3Server, machine: Make, 
     assert [step for step, _ in LineageFiles(second.config.checkpoint_folder / FOLDER).files()] == [9, 19]
     assert len([*(second.folder / "groups").iterdir()]) == 2
     assert (second.folder / SAVED).stat().st_mode & 0o777 == 0o600
-    second.publish(30)
-    second.finish()
+    second.send(30)
     assert second.stored() == [10, 20, 30]
     second.uploads.close()
     # it goes on where it is, and the first, whose folder is older, does not
@@ -92,9 +98,7 @@ def test_an_empty_machine_continues_from_the_store(s3: S3Server, machine: Make, 
         machine("first", url).claim("t3")
 
 
-def test_what_was_sent_is_not_sent_again(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_what_was_sent_is_not_sent_again(s3: S3Server, machine: Make, first: Machine) -> None:
     s3.spoil = lambda method, name: 500 if method == "PUT" and "manifests" in name else None
     first.publish(10)
     wait_until(lambda: list_problems(first.config.checkpoint_folder))
@@ -111,11 +115,8 @@ def test_what_was_sent_is_not_sent_again(s3: S3Server, machine: Make) -> None:
     assert s3.sent("step_10-t1/checkpoint") == sent
 
 
-def test_a_checkpoint_without_its_manifest_does_not_exist(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+def test_a_checkpoint_without_its_manifest_does_not_exist(s3: S3Server, machine: Make, first: Machine) -> None:
+    first.send(10)
     s3.spoil = lambda method, name: (
         CUT if method in ("PUT", "POST") and "step_20-t1/checkpoint/policy" in name else None
     )
@@ -127,17 +128,14 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(s3: S3Server, machine:
     assert s3.names("step_20-t1") != []
     second = machine("second")
     assert second.start("t2") == 10
-    second.publish(20)
-    second.finish()
+    second.send(20)
     # what was sent of the other is removed
     folders = {name.split("/")[2] for name in s3.names()}
     assert {folder for folder in folders if folder.startswith("step_")} == {"step_10-t1", "step_20-t2"}
 
 
-def test_later_metrics_are_no_file_of_a_checkpoint(s3: S3Server, machine: Make) -> None:
+def test_later_metrics_are_no_file_of_a_checkpoint(first: Machine) -> None:
     """Nor is what is left of some that a killed trainer was writing."""
-    first = machine("first")
-    first.start("t1")
     first.publish(10)
     for name in ("metrics-t1.json", ".metrics-t1.json"):
         (first.checkpoints.path(10) / name).write_text("{}")
@@ -145,32 +143,22 @@ def test_later_metrics_are_no_file_of_a_checkpoint(s3: S3Server, machine: Make) 
         assert [name for name in manifest.files if "metrics-t1" in name] == []
 
 
-def test_retention_in_the_midst_of_an_upload_is_no_failure(
-    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = machine("first")
-    first.start("t1")
-
+def test_retention_in_the_midst_of_an_upload_is_no_failure(first: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def removed(source: str, target: str) -> None:
         shutil.rmtree(first.checkpoints.path(10), ignore_errors=True)
         link_or_copy(source, target)
 
     monkeypatch.setattr(stored_run, "link_or_copy", removed)
-    first.publish(10)
-    first.finish()
+    first.send(10)
     assert first.uploads.take_metrics()["store_failures"] == 0
-    first.publish(20)
-    first.finish()
+    first.send(20)
     assert first.stored() == [20]
 
 
 @pytest.mark.parametrize("fault", ["missing", "changed", "cut off", "manifest"])
-def test_a_damaged_checkpoint_is_passed_over(s3: S3Server, machine: Make, fault: str) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_a_damaged_checkpoint_is_passed_over(s3: S3Server, machine: Make, first: Machine, fault: str) -> None:
     first.publish(10)
-    first.publish(20)
-    first.finish()
+    first.send(20)
     first.uploads.close()
     (weights,) = s3.names("step_20-t1/checkpoint/policy/weights")
     (manifest,) = s3.names("manifests/step_20")
@@ -194,9 +182,7 @@ def test_a_damaged_checkpoint_is_passed_over(s3: S3Server, machine: Make, fault:
         stored_run.fetch_newest(machine("third").config, second.store, said.append)
 
 
-def test_a_store_that_fails_ends_no_run_and_is_told(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_a_store_that_fails_ends_no_run_and_is_told(s3: S3Server, first: Machine) -> None:
     s3.spoil = lambda method, name: 503 if method == "PUT" else None
     first.publish(10)
     folder = first.config.checkpoint_folder
@@ -212,9 +198,7 @@ def test_a_store_that_fails_ends_no_run_and_is_told(s3: S3Server, machine: Make)
     assert first.uploads.take_metrics()["timing/train/checkpoint_upload"] > 0
 
 
-def test_a_file_that_has_no_name_in_a_store_is_told(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_a_file_that_has_no_name_in_a_store_is_told(first: Machine) -> None:
     odd = first.folder / "inputs" / "a\tb"
     odd.parent.mkdir()
     odd.touch()
@@ -225,20 +209,15 @@ def test_a_file_that_has_no_name_in_a_store_is_told(s3: S3Server, machine: Make)
     assert first.stored() == [10]
 
 
-def test_what_the_store_says_is_in_conflict_is_sent_again(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_what_the_store_says_is_in_conflict_is_sent_again(s3: S3Server, first: Machine) -> None:
     conflicts = iter([409])
     s3.spoil = lambda method, name: next(conflicts, None) if method == "PUT" and "manifests" in name else None
-    first.publish(10)
-    first.finish()
+    first.send(10)
     assert first.stored() == [10]
     assert first.uploads.take_metrics()["store_failures"] == 1
 
 
-def test_a_thread_that_can_not_be_started_is_told(s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_a_thread_that_can_not_be_started_is_told(first: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(object_store, "ThreadPoolExecutor", Mock(side_effect=RuntimeError("can't start new thread")))
         first.publish(10)
@@ -247,11 +226,8 @@ def test_a_thread_that_can_not_be_started_is_told(s3: S3Server, machine: Make, m
     assert first.stored() == [10]
 
 
-def test_a_chain_that_a_rule_of_the_bucket_has_removed_is_told(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+def test_a_chain_that_a_rule_of_the_bucket_has_removed_is_told(s3: S3Server, machine: Make, first: Machine) -> None:
+    first.send(10)
     del s3.objects[s3.names("starts")[0]]
     first.publish(20)
     wait_until(lambda: any("starts/" in line for line in list_problems(first.config.checkpoint_folder)))
@@ -304,20 +280,16 @@ def test_the_end_of_a_run_waits_for_the_store_but_not_for_ever(
 def test_the_store_keeps_what_retention_keeps(s3: S3Server, machine: Make) -> None:
     first = machine("first", keep_top_k=1, metric_name="val:accuracy")
     first.start("t1")
-    first.publish(10, accuracy=0.9)
-    first.finish()
-    first.publish(20, accuracy=0.1)
-    first.finish()
-    first.publish(30, accuracy=0.2)
-    first.finish()
+    first.send(10, accuracy=0.9)
+    first.send(20, accuracy=0.1)
+    first.send(30, accuracy=0.2)
     assert first.stored() == [10, 30]
     assert s3.names("step_20") == []
     first.uploads.close()
     # a machine that fetched the newest alone keeps the best in the store
     second = machine("second", keep_top_k=1, metric_name="val:accuracy")
     assert second.start("t2") == 30
-    second.publish(40, accuracy=0.3)
-    second.finish()
+    second.send(40, accuracy=0.3)
     assert second.stored() == [10, 40]
 
 
@@ -325,8 +297,7 @@ def test_a_folder_keeps_nothing_of_what_was_removed(machine: Make, tmp_path: Pat
     first = machine("first", f"file://{tmp_path}/mount", keep_top_k=1, metric_name=None)
     first.start("t1")
     for version in (10, 20):
-        first.publish(version)
-        first.finish()
+        first.send(version)
     there = {path.name for path in (tmp_path / "mount" / RUN).iterdir()}
     assert there == {"manifests", "owners", "starts", "step_20-t1"}
 
@@ -359,8 +330,7 @@ def test_a_second_trainer_is_refused_while_the_first_lives(
     monkeypatch.setattr(uploads, "BEAT_S", 0.02)
     first = machine("first")
     first.start("t1")
-    first.publish(10)
-    first.finish()
+    first.send(10)
     second = machine("second")
     with pytest.raises(ServiceError, match=r"process \d+ on "):
         second.claim()
@@ -377,8 +347,7 @@ def test_a_silent_trainer_is_followed_and_then_refused(
     monkeypatch.setattr(uploads, "BEAT_S", 1000.0)  # as one that is frozen
     first = machine("first")
     first.start("t1")
-    first.publish(10)
-    first.finish()
+    first.send(10)
     second = machine("second")
     assert not second.claim(stopped=True)
     assert second.start("t2") == 10
@@ -436,12 +405,9 @@ def test_a_run_that_had_no_store_is_sent_with_its_chain(s3: S3Server, machine: M
     assert [start.timeline for start in first.store.starts()] == ["t1", "t2"]
 
 
-def test_what_a_rewind_left_is_not_continued_from(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_what_a_rewind_left_is_not_continued_from(machine: Make, first: Machine) -> None:
     for version in (10, 20):
-        first.publish(version)
-        first.finish()
+        first.send(version)
     first.uploads.close()
     first.checkpoints.path(20).rename(first.folder / "aside")
     again = machine("first")
@@ -450,15 +416,12 @@ def test_what_a_rewind_left_is_not_continued_from(s3: S3Server, machine: Make) -
     again.uploads.close()
     second = machine("second")
     assert second.start("t3") == 10
-    second.publish(20, b"other")
-    second.finish()
+    second.send(20, b"other")
     assert second.stored() == [10, 20]
 
 
 @pytest.mark.parametrize("changed", [b"WEIGHTS of 10", b"weights"])
-def test_a_file_that_changed_here_is_not_published(s3: S3Server, machine: Make, changed: bytes) -> None:
-    first = machine("first")
-    first.start("t1")
+def test_a_file_that_changed_here_is_not_published(s3: S3Server, first: Machine, changed: bytes) -> None:
     s3.spoil = lambda method, name: 500 if method == "PUT" else None
     first.publish(10)
     (first.checkpoints.path(10) / "policy" / "weights").write_bytes(changed)
@@ -471,10 +434,8 @@ def test_a_file_that_changed_here_is_not_published(s3: S3Server, machine: Make, 
 def test_a_run_is_fetched_for_looking_at_it(s3: S3Server, machine: Make, tmp_path: Path) -> None:
     first = machine("first", checkpoint_dir=str(tmp_path / "first"))
     first.start("t1")
-    first.publish(10)
-    first.finish()
-    first.publish(20)
-    first.finish()
+    first.send(10)
+    first.send(20)
     store, folder = RunStore(f"{URL}/{RUN}"), tmp_path / "laptop" / RUN
     with pytest.raises(ConfigError, match="10, 20"):
         stored_run.fetch(store, 15, folder, print)
@@ -486,12 +447,9 @@ def test_a_run_is_fetched_for_looking_at_it(s3: S3Server, machine: Make, tmp_pat
 
 
 def test_a_fetch_that_was_cut_takes_only_what_is_missing_or_different(
-    s3: S3Server, machine: Make, tmp_path: Path
+    s3: S3Server, first: Machine, tmp_path: Path
 ) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+    first.send(10)
     fetching = tmp_path / "laptop" / "checkpoints" / ".fetching"
     s3.spoil = lambda method, name: 503 if method == "GET" and "policy/weights" in name else None
     with pytest.raises(Restartable):
@@ -526,11 +484,8 @@ def test_a_fetch_that_was_cut_takes_only_what_is_missing_or_different(
     assert (find_change(fetched), [name for name in s3.requests if "policy" in name]) == (None, [])
 
 
-def test_a_fetched_checkpoint_damaged_before_its_start_comes_again(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+def test_a_fetched_checkpoint_damaged_before_its_start_comes_again(machine: Make, first: Machine) -> None:
+    first.send(10)
     first.uploads.close()
     second = machine("second")
     assert second.claim()
@@ -539,13 +494,8 @@ def test_a_fetched_checkpoint_damaged_before_its_start_comes_again(s3: S3Server,
     assert find_change(second.checkpoints.path(10)) is None
 
 
-def test_a_full_disk_says_that_a_fetch_goes_on(
-    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+def test_a_full_disk_says_that_a_fetch_goes_on(first: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first.send(10)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -557,11 +507,8 @@ def test_a_full_disk_says_that_a_fetch_goes_on(
     assert stored_run.fetch(first.store, None, tmp_path / "laptop", print) == 10
 
 
-def test_a_checkpoint_removed_while_it_is_fetched_is_not_damaged(s3: S3Server, machine: Make, tmp_path: Path) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+def test_a_checkpoint_removed_while_it_is_fetched_is_not_damaged(s3: S3Server, first: Machine, tmp_path: Path) -> None:
+    first.send(10)
 
     def replaced(method: str, name: str) -> None:
         if method == "GET" and "policy/weights" in name:
@@ -573,11 +520,8 @@ def test_a_checkpoint_removed_while_it_is_fetched_is_not_damaged(s3: S3Server, m
         stored_run.fetch(first.store, 10, tmp_path / "laptop", print)
 
 
-def test_a_stop_ends_a_fetch_and_the_next_start_goes_on(s3: S3Server, machine: Make) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+def test_a_stop_ends_a_fetch_and_the_next_start_goes_on(s3: S3Server, machine: Make, first: Machine) -> None:
+    first.send(10)
     first.uploads.close()
     second, sent = machine("second"), len(s3.requests)
     assert not second.uploads.claim("another", lambda: any("weights" in name for name in s3.requests[sent:]))
@@ -585,11 +529,8 @@ def test_a_stop_ends_a_fetch_and_the_next_start_goes_on(s3: S3Server, machine: M
     assert second.start("t2") == 10
 
 
-def test_a_manifest_that_leads_out_of_the_folder_is_refused(s3: S3Server, machine: Make, tmp_path: Path) -> None:
-    first = machine("first")
-    first.start("t1")
-    first.publish(10)
-    first.finish()
+def test_a_manifest_that_leads_out_of_the_folder_is_refused(s3: S3Server, first: Machine, tmp_path: Path) -> None:
+    first.send(10)
     (name,) = s3.names("manifests")
     data = s3.objects[name].data
     for odd in ("run/../../../../../odd", f"{tmp_path}/odd"):

@@ -88,7 +88,7 @@ def test_no_tokens_leave_a_loss_of_0_with_a_gradient() -> None:
 
 def written(config: ValueLossConfig, case: Case, values: Tensor, old: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
     """Loss and share clipped, padded [B, S]."""
-    total = case.counts.tokens + loss_cases.EPSILON
+    total = max(case.counts.tokens, loss_cases.SMALLEST_COUNT)
     error = (values - returns) ** 2
     clipped = torch.zeros_like(error)
     if config.cliprange is not None:
@@ -131,7 +131,7 @@ def test_loss_gradient_and_metrics_follow_the_formula_in_any_split(
     close = {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(torch.cat(gradients), case.flat(values.grad), **close)
     sums = {name: parts[0].sums[name] + parts[1].sums[name] for name in parts[0].sums}
-    m, total, fixed = case.counted, case.counts.tokens + loss_cases.EPSILON, values.detach()
+    m, total, fixed = case.counted, max(case.counts.tokens, loss_cases.SMALLEST_COUNT), values.detach()
     expected = {
         "loss": loss.detach(),
         "vf_clipfrac": clipped.detach(),
@@ -164,6 +164,10 @@ def test_explained_variance() -> None:
     assert of(values) == pytest.approx(1 - residual.var() / np.var(returns), abs=1e-6)
     # a constant error explains all variance
     assert of([x + 7 for x in returns]) == pytest.approx(1, abs=1e-6)
+    # a mean that all returns share takes no part in it
+    returns = [4000 + x for x in returns]
+    assert of([4000 + x for x in values]) == pytest.approx(1 - residual.var() / np.var(returns), abs=1e-6)
+    assert of(values) == pytest.approx(1 - residual.var() / np.var(returns), abs=1e-6)
     constant = dict.fromkeys(("returns_mean", "returns_sq_mean", "values_mean"), 1.0)
     assert explained_variance({**constant, "residual_sq_mean": 1e-8}) == pytest.approx(0)
 

@@ -92,8 +92,8 @@ const ENVIRONMENT_COLUMNS = [
   {
     name: "broken",
     label: "breaker",
-    cell: ({ broken, message }) =>
-      html`<${Badge} tone=${broken ? "bad" : "good"}>${broken ? "open: broken" : "closed"}<//>${message ? html`<div class="faint said" title=${visible(message)}>${visible(message)}</div>` : ""}`,
+    cell: ({ broken, trouble, message }) =>
+      html`<${Badge} tone=${broken ? "bad" : "good"}>${broken ? `open: ${visible(trouble ?? "broken")}` : "closed"}<//>${message ? html`<div class="faint said" title=${visible(message)}>${visible(message)}</div>` : ""}`,
   },
   {
     name: "in_hand",

@@ -49,7 +49,7 @@ function services(now, newest) {
     {
       stage: "scoring",
       who: "reward",
-      what: broken.length ? `broken: ${few(broken)}` : busy,
+      what: broken.length ? `open breaker: ${few(broken)}` : busy,
       tone: broken.length ? "bad" : "",
     },
     {

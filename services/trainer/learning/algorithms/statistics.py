@@ -32,8 +32,7 @@ def whiten(batch: Batch, tokens: Float64, ranks: Ranks, *, unbiased: bool) -> Fl
     unbiased one (generalized advantage estimation). Unchanged if all weights are 0.
     """
     weights = batch.multipliers
-    counted = np.where(weights > 0, batch.lengths, 0)
-    rows = np.stack([weights * batch.lengths, weights * batch.sums(tokens), counted], axis=1)
+    rows = np.stack([weights * batch.lengths, weights * batch.sums(tokens), batch.lengths], axis=1)
     rows = np.where(weights[:, None] > 0, rows, 0.0)
     weight, total, count = batch.of_all_ranks(rows, ranks).sum(axis=0)
     if weight == 0:
@@ -133,7 +132,6 @@ def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) 
 
     Raises `ValueError` for rewards that are not [P, n] or not finite, and for leaving one out of a group of one.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
     baseline, std = baselines(rewards, leave_one_out=leave_one_out)
     advantages = rewards - baseline
     if normalize:

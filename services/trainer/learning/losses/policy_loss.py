@@ -36,7 +36,7 @@ from headrace.config.loss import ClippedRatio, ClippedWeight, LossConfig, NoRati
 from headrace.run.samples import Clipped, MaskReason
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 from headrace_services.trainer.learning.losses.terms import (
-    EPSILON,
+    SMALLEST_COUNT,
     ImportanceWeights,
     LossParts,
     divergences,
@@ -128,7 +128,7 @@ def policy_loss(
         penalty = weighted(kl, loss_weights(config, tokens, torch.ones_like(counted), counts))
     if config.positive_example_nll_weight != 0:
         positive = counted & (tokens.rewards > 0)[tokens.trajectory]
-        nll = weighted(-logprobs, torch.where(positive, weight, 0.0) / (counts.positive_tokens + EPSILON))
+        nll = weighted(-logprobs, torch.where(positive, weight, 0.0) / max(counts.positive_tokens, SMALLEST_COUNT))
     beta, mu = config.reference_policy_kl_penalty, config.positive_example_nll_weight
     loss = policy.sum() + beta * penalty.sum() + mu * nll.sum()
 

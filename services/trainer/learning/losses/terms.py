@@ -35,7 +35,8 @@ from torch import Tensor
 from headrace.config.loss import LossConfig
 from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
 
-EPSILON = 1e-8  # avoids division by zero for empty sums, as in NeMo RL
+# Divides an empty sum. NeMo RL adds it to every count; then the weights of few tokens don't add up to 1, and a variance is wrong.
+SMALLEST_COUNT = 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def token_counts(tokens: MicroBatch) -> Tensor:
 
 def token_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     """Return the weights [N] float64 of a mean over all tokens that count: `M / T`."""
-    return token_counts(tokens) / (counts.tokens + EPSILON)
+    return token_counts(tokens) / max(counts.tokens, SMALLEST_COUNT)
 
 
 def token_mean(values: Tensor, tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
@@ -83,7 +84,7 @@ def sequences_here(tokens: MicroBatch) -> Tensor:
 
 def sequence_weights(tokens: MicroBatch, counts: GlobalCounts) -> Tensor:
     """Return the weights [B] float64 of a mean over all sequences: `s / N`."""
-    return sequence_counts(tokens) / (counts.sequences + EPSILON)
+    return sequence_counts(tokens) / max(counts.sequences, SMALLEST_COUNT)
 
 
 def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: GlobalCounts) -> Tensor:
@@ -94,14 +95,14 @@ def loss_weights(config: LossConfig, tokens: MicroBatch, kept: Tensor, counts: G
     whole sequence, including its paths in other micro-batches.
     """
     if config.constant_length is not None:
-        weights = token_counts(tokens) / (counts.sequences * config.constant_length + EPSILON)
+        weights = token_counts(tokens) / max(counts.sequences * config.constant_length, SMALLEST_COUNT)
     elif config.token_level_loss:
         weights = token_weights(tokens, counts)
     else:
         mask = torch.where(kept, tokens.mask.double(), 0.0)
         own = sum_by_trajectory(mask, tokens)
         whole = own if tokens.elsewhere is None else own + tokens.elsewhere
-        per_sequence = sequence_weights(tokens, counts) / (whole + EPSILON)
+        per_sequence = sequence_weights(tokens, counts) / whole.clamp(min=SMALLEST_COUNT)
         weights = mask * per_sequence[tokens.trajectory]
     return torch.where(kept, weights, 0.0)
 
@@ -125,12 +126,12 @@ def sum_by_trajectory(values: Tensor, tokens: MicroBatch) -> Tensor:
 def mean_by_trajectory(values: Tensor, kept: Tensor, tokens: MicroBatch) -> Tensor:
     """Return [B] float64: the mean of `values` [N] over the tokens of each sequence that are `kept` [N] bool; 0 where none is."""
     total = sum_by_trajectory(torch.where(kept, values, 0.0), tokens)
-    return total / (sum_by_trajectory(kept, tokens) + EPSILON)
+    return total / sum_by_trajectory(kept, tokens).clamp(min=SMALLEST_COUNT)
 
 
 def extremes(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest of `values` where `valid`, float64; inf and -inf where none is."""
-    values = values.detach().double()
+    values = values.double()
     low, high = values.new_full((1,), torch.inf), values.new_full((1,), -torch.inf)
     return torch.cat([values[valid], low]).amin(), torch.cat([values[valid], high]).amax()
 
@@ -159,11 +160,11 @@ class ImportanceWeights:
 def importance_weights(
     config: LossConfig, prev: Tensor, rollout_logprobs: Tensor, inside: Tensor, tokens: MicroBatch
 ) -> ImportanceWeights:
-    """Compute the importance weights of `prev` [N] against `rollout_logprobs` [N], before and after truncation.
+    """Compute the importance weights of `prev` [N], which has no gradient, against `rollout_logprobs` [N], before and after truncation.
 
     Sequence weights are computed over the tokens that are `inside` [N] bool, whether they count in the loss or not.
     """
-    difference = (prev - rollout_logprobs).detach()
+    difference = prev - rollout_logprobs
     if not config.sequence_level_importance_ratios:
         raw = _finite(difference.exp())
     elif config.sequence_is_aggregation == "sum":
@@ -239,12 +240,11 @@ def reference_kl(config: LossConfig, logprobs: Tensor, ref_logprobs: Tensor, rol
     bound, limit = config.kl_input_clamp_value, config.kl_output_clamp_value
     difference = raw if bound is None else raw.clamp(-bound, bound)
     weight = _finite_exp(logprobs - (rollout_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()))
-    if bound is not None:
-        weight = torch.where(raw.abs() > bound, weight.detach(), weight)
     value = (weight * kl_estimate(config.reference_policy_kl_type, difference)).detach()
     # clamped values are constant; they are replaced before the exponential, whose derivative may be infinite: 0 · inf is NaN
-    constant = (weight.detach() == 0) & ~raw.isnan()
-    value = torch.where(constant, 0.0, value)
+    zero = (weight == 0) & ~raw.isnan()
+    value = torch.where(zero, 0.0, value)
+    constant = zero if bound is None else zero | (raw.abs() > bound)
     if limit is not None:
         constant = constant | (value.abs() > limit)
         value = value.clamp(-limit, limit)
@@ -275,5 +275,5 @@ def divergences(
 
 def _finite_exp(exponent: Tensor) -> Tensor:
     """Return exp of `exponent`, but 0 with a gradient of 0 where that is not finite."""
-    finite = exponent.detach().exp().isfinite()
+    finite = exponent.exp().isfinite()
     return torch.where(finite, torch.where(finite, exponent, 0.0).exp(), 0.0)
