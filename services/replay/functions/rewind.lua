@@ -11,9 +11,9 @@
 -- it. Replicas become STALE automatically, because HEALTHY belongs to a timeline.
 --
 -- A lease goes on if its replica holds verified weights from which those of `version` descend: then what was sampled under it, handed in
--- or not, is of these. A transfer that has begun would have made the replica STALE. What it samples under weights that it has pulled it
--- hands in after `verify`, which refuses the old timeline. So a trainer that comes back with its newest weights interrupts no generation: its replicas get these
--- weights again, as in a late refit.
+-- or not, is of these. A transfer that has begun would have made the replica STALE. What it samples under weights that it has pulled, it
+-- hands in after `verify`, which refuses the old timeline. So a trainer that comes back with its newest weights interrupts no generation:
+-- its replicas get these weights again, as in a late refit.
 --
 -- Its work is bounded by what admission allows in flight, the steps since the last commit or retained, and one validation.
 -- uses: _args, _fields, _fleet, _group, _register, _run, _scoring, _steps, _trajectory, _validation
