@@ -5,7 +5,8 @@
     python -m benchmarks.pull --megabytes 64 --pullers 8 --rate 100
 
 By what has changed since the version before, numbers of a model in bfloat16 or whole blocks: the megabytes that are sent and fetched, and
-the seconds of `send` (digests, blocks, patches, list) and of `fetch` (blocks or patches, digests, file), each the median of the rounds.
+the seconds of `send` (digests, blocks, patches, list) and of `fetch` (blocks or patches, digests, file), by the clock and of all cores,
+each the median of the rounds.
 `copy` is that of a file with all bytes, by one thread, without digests.
 
 With several pullers, the seconds until the last of them has a version, and what the store sent, with and without those above them in the
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -45,7 +47,7 @@ PART = 256 << 20  # a bucket of a GPU's
 
 
 def measure(url: str, size: int, folder: Path, rounds: int) -> dict[str, tuple[float, ...]]:
-    """By row: megabytes sent and fetched, seconds to send and to fetch."""
+    """By row: megabytes sent and fetched, seconds to send and to fetch, and CPU seconds for it."""
     random = np.random.default_rng(0)
     weights = random.integers(0, 256, size, np.uint8)
     published, pulled = PublishedWeights(RunStore(url), "benchmark"), PulledWeights(RunStore(url), folder / "weights")
@@ -70,26 +72,32 @@ def measure(url: str, size: int, folder: Path, rounds: int) -> dict[str, tuple[f
     for name, change in cases.items():
         samples = []
         for _ in range(rounds):
+            weights = weights.copy()  # what was published stays as it is
             change()
             version += 1
-            now = weights.copy()  # what was published stays as it is
-            parts = [now[begin : begin + PART].data for begin in range(0, size, PART)]
-            began = time.perf_counter()
+            parts = [weights[begin : begin + PART].data for begin in range(0, size, PART)]
+            began = _clocks()
             digest = published.publish(version, {}, [], parts)
-            sent = time.perf_counter()
+            sent = _clocks()
             pulled.fetch(pulled.read_list("benchmark", version, digest))
-            ended = time.perf_counter()
-            samples.append((published.sent_bytes / 1e6, pulled.fetched_bytes / 1e6, sent - began, ended - sent))
+            seconds = [sent - began, _clocks() - sent]
+            moved = (published.sent_bytes / 1e6, pulled.fetched_bytes / 1e6)
+            samples.append((*moved, *(clock for clocks in zip(*seconds, strict=True) for clock in clocks)))
             published.clean(0)
         rows[name] = tuple(statistics.median(column) for column in zip(*samples, strict=True))
-    assert (folder / "weights").read_bytes() == weights.tobytes()
+    assert _digest(folder / "weights") == hashlib.sha256(weights.data).hexdigest()
     copies = []
     for _ in range(rounds):
-        began = time.perf_counter()
+        began = _clocks()
         shutil.copyfile(folder / "weights", folder / "copy")
-        copies.append(time.perf_counter() - began)
-    rows["copy"] = (size / 1e6, size / 1e6, statistics.median(copies), statistics.median(copies))
+        copies.append(_clocks() - began)
+    clock, cpu = np.median(copies, axis=0)
+    rows["copy"] = (size / 1e6, size / 1e6, clock, clock, cpu, cpu)
     return rows
+
+
+def _clocks() -> NDArray[np.float64]:
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def measure_pullers(size: int, count: int, rate: float, folder: Path, tree: bool) -> dict[str, tuple[float, ...]]:
@@ -148,9 +156,13 @@ async def _pull_all(pipe: Connection, place: int, url: str, folder: Path) -> Non
             ended = time.perf_counter()
             still.cancel()
             # others may still fetch from this one
-            digest = await asyncio.to_thread(lambda: hashlib.sha256(replica.file.read_bytes()).hexdigest())
-            pipe.send((ended, digest, max(_STILL, default=0.0)))
+            pipe.send((ended, await asyncio.to_thread(_digest, replica.file), max(_STILL, default=0.0)))
             _STILL.clear()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as bytes_:
+        return hashlib.file_digest(bytes_, "sha256").hexdigest()
 
 
 _STILL: list[float] = []
@@ -184,9 +196,9 @@ def main() -> None:
         folder = Path(place)
         store = arguments.store or f"file://{folder}/store"
         rows = measure(f"{store}/{uuid.uuid4().hex[:8]}", arguments.megabytes << 20, folder, arguments.rounds)
-    table = Table("changed", "MB sent", "MB fetched", "send, s", "fetch, s")
-    for name, (sent, fetched, send, fetch) in rows.items():
-        table.add_row(name, f"{sent:.0f}", f"{fetched:.0f}", f"{send:.2f}", f"{fetch:.2f}")
+    table = Table("changed", "MB sent", "MB fetched", "send, s", "fetch, s", "send, CPU s", "fetch, CPU s")
+    for name, (sent, fetched, *clocks) in rows.items():
+        table.add_row(name, f"{sent:.0f}", f"{fetched:.0f}", *(f"{each:.2f}" for each in clocks))
     Console().print(table)
 
 

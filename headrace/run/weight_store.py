@@ -259,7 +259,8 @@ class PulledWeights:
         self.fetched_from = {"replicas": 0, "store": 0}  # bytes in all
         # what others may have
         self._lock = threading.Lock()
-        self._newest: tuple[str, int] | None = None  # timeline and version
+        self._begun: tuple[str, int] | None = None  # timeline and version whose list was asked for last
+        self._newest: tuple[str, int] | None = None  # the same of the list that is here
         self._list = b""
         self._blocks: dict[str, Block] = {}  # of its blocks and patches
         self._is_fetching = False
@@ -277,6 +278,8 @@ class PulledWeights:
         def sound(data: bytes) -> bytes | None:
             return data if hashlib.sha256(data).hexdigest() == digest else None
 
+        with self._lock:
+            self._begun = (timeline, version)
         try:
             data = self._read(timeline, version, name, peers, sound)
         except FileNotFoundError as error:
@@ -438,7 +441,7 @@ class PulledWeights:
             return self._list if name.startswith("offers/") else None
         if self._newest is not None and self._newest[0] == wanted[0] and self._newest[1] > wanted[1]:
             return None
-        return NotBegun()
+        return StillFetching() if wanted == self._begun else NotBegun()
 
     def _keep(self, name: str, patch: bytes) -> None:
         """Keep a patch for others, if there is room."""

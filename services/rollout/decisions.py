@@ -101,6 +101,11 @@ def decide(now: WorkerState) -> list[Action]:
     epoch = _open_epoch(now)
     if now.refitting:
         return actions
+    if epoch is not None and held and now.weights is not None:
+        timeline, version = now.weights
+        if timeline != epoch.timeline and version > epoch.version:
+            # a rewind keeps no lease under later weights: the buffer lost the write that this replica has them
+            return [*actions, *_end_calls(now.calls - over), Abort(held), Rejoin()]
     if epoch is not None:
         return [*actions, *_join(now, epoch, busy=bool(held or now.calls - over))]
     if now.reply.state == "HEALTHY" and now.torn:

@@ -28,7 +28,8 @@ def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Pat
         "grpo.val_period=0",
         "grpo.val_at_start=false",
         "grpo.async_grpo.enabled=true",
-        "grpo.async_grpo.max_trajectory_age_steps=3",
+        # more than a pull takes: so the one that pulls always may begin work, and has its share (law 6)
+        "grpo.async_grpo.max_trajectory_age_steps=8",
         "page.port=null",
     ]
     up = Up(DEMO, *demo_arguments(tmp_path, tiny_model, *more), output=tmp_path / "up")

@@ -28,6 +28,7 @@ class Taker:
     slots: dict[str, float] = dataclasses.field(default_factory=lambda: {"train": math.inf, "validation": math.inf})
     kind: str | None = None
     left: list[Lease] = dataclasses.field(default_factory=list)
+    admitted: int = -1  # the version whose admission goes for it
 
     def fits(self, held: Held, count: int) -> bool:
         """A group that does not fit keeps what is behind it in its lane waiting as well."""
@@ -338,28 +339,34 @@ class Fleet(Scoring):
 
     def lease_to(self, taker: Taker, seen: list[Lease]) -> None:
         taker.member.answer, taker.left = seen, list(seen)
-        asked = taker.most
+        asked, taker.admitted = taker.most, taker.version
         is_apart = self._lease(taker)
         if not taker.kind:
-            has_room = not taker.member.pulls or self.room(taker.version) > 0
-            taker.member.waits = not is_apart and len(seen) < asked and has_room
+            taker.member.waits = not is_apart and len(seen) < asked and self._may_wait(taker.member)
         assert not taker.left, f"{taker.holder} was given {_ids(taker.left)} against admission, memory, slots or order"
         taker.member.together = len(self.held_by(taker.holder))
 
     def _share(self, taker: Taker) -> int:
-        """Groups that a replica may get, so that others that wait get as many."""
+        """Groups that a replica may get, so that others that wait get as many, and none for which their weights are too old."""
         waiting = [
-            id for id, member in self.members.items() if id != taker.holder and member.waits and self.healthy(id)
+            id
+            for id, member in self.members.items()
+            if id != taker.holder and member.waits and self.healthy(id) and self._may_wait(member)
         ]
         if not waiting:
             return taker.most
+        taker.admitted = min([taker.version, *(self.members[id].version for id in waiting if self.pulls(id))])
         mine = len(self.held_by(taker.holder))
         held = mine + sum(len(self.held_by(id)) for id in waiting)
         groups = [each for each in self.groups.values() if not each.kind]
         there = sum(each.orphaned or each.passed for each in groups)
         there += sum(not each.kind for each in self.queue("validation"))
-        there += min(0 if self.refill else max(0, self.room(taker.version)), len(self.queue("train")))
+        there += min(0 if self.refill else max(0, self.room(taker.admitted)), len(self.queue("train")))
         return min(taker.most, max(0, math.ceil((max(there, 1) + held) / (len(waiting) + 1)) - mine))
+
+    def _may_wait(self, member: Member) -> bool:
+        """Whether a replica that got less than it asked for may still begin work: what one has pulled may be too old."""
+        return not member.pulls or member.version + self.reach >= self.next_step
 
     def _lease(self, taker: Taker) -> bool:
         """Returns whether the taker is set apart for suspects."""
@@ -387,7 +394,7 @@ class Fleet(Scoring):
         if taker.kind == "validators":
             return False
         if not self.refill and self._lease_passed(taker, sorted((h for h in mine if h.passed), key=_ticket)):
-            room = self.room(taker.version)
+            room = self.room(taker.admitted)
             self._lease_queue(taker, room if room > 0 else self._room_for_probe(taker.kind))
         return False
 
@@ -402,7 +409,7 @@ class Fleet(Scoring):
     def _lease_passed(self, taker: Taker, passed: Sequence[Held]) -> bool:
         """Those that have their place in line, as far as it is admitted. Returns whether that is all of them."""
         for held in passed:
-            admitted = self.room(taker.version) + len(self.line())
+            admitted = self.room(taker.admitted) + len(self.line())
             if self.line().index(held) >= admitted or not self._begin(held, taker):
                 return False
         return True
@@ -556,10 +563,15 @@ class Fleet(Scoring):
 
     def _of_lease(self, lease: Lease) -> Held:
         self.expire()
-        self.require_timeline(lease.timeline)
-        if lease.incarnation != self.incarnation:
+        if self._is_foreign(lease):
             self.refuse(WrongTimeline)
         return self.held_lease(lease.group.id, lease.token)
+
+    def _is_foreign(self, lease: Lease) -> bool:
+        """Whether the lease is of an earlier timeline or incarnation, and did not outlive its end."""
+        held = self.groups.get(lease.group.id)
+        outlives = held is not None and held.token == lease.token
+        return lease.incarnation != self.incarnation or (lease.timeline != self.timeline and not outlives)
 
     # -- trajectories
 
@@ -575,10 +587,10 @@ class Fleet(Scoring):
         for place, (lease, _) in enumerate(items):
             fences.setdefault((lease.timeline, lease.incarnation), []).append(place)
         answers: list[ReplayError | None] = [None] * len(items)
-        for fence, places in fences.items():
+        for places in fences.values():
             self.expire(fills=True)
             for place in places:
-                if fence != (self.timeline, self.incarnation):
+                if self._is_foreign(items[place][0]):
                     answers[place] = self.refusal(WrongTimeline(""))
                 else:
                     answers[place] = take(*items[place])

@@ -259,8 +259,8 @@ class Model(Episodes):
             elif held.state == "unused":
                 self.requeue(held, "rewind", counted=False)
             elif held.state in ("open", "scoring", "ready", "reserved"):
-                survives = held.state != "open" and not held.evicted and held.newest <= version
-                if survives:
+                is_open = held.state == "open"
+                if self._goes_on(held, version) if is_open else not held.evicted and held.newest <= version:
                     held.state = "ready" if held.state == "reserved" else held.state
                 else:
                     self.requeue(held, "rewind", counted=False)
@@ -270,6 +270,16 @@ class Model(Episodes):
         self.offers = {}
         if self.epoch_now:
             self.epoch_now.state = "aborted"
+
+    def _goes_on(self, held: Held, version: int) -> bool:
+        """Whether a replica goes on with its lease: it has written nothing, and holds nothing, but what the next weights descend from."""
+        holder, begun = held.replica, [*(piece.trajectory for piece in held.pieces.values()), *held.saved.values()]
+        return (
+            not held.kind
+            and self.healthy(holder)
+            and self.members[holder].version <= version
+            and all(trajectory.newest_version <= version for trajectory in begun)
+        )
 
     def restore(
         self, version: int, timeline: str, incarnation: str, enqueued: int, ended: Ended, seen: object

@@ -175,6 +175,17 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         self.finish_everything(True)
         self.leases += self.call("lease", self.replica(1), 4) or []
 
+    @rule(behind=st.integers(1, 3), groups=st.integers(4, 12))
+    def a_replica_gets_each_version_late(self, behind: int, groups: int) -> None:
+        """It pulls, and waits while another gets newer weights, which leaves it its share as long as it may begin work."""
+        self.pull(2, 0, 0)
+        for _ in range(behind):
+            self.leases += self.call("lease", self.replica(2), 16) or []
+            self.a_round(groups, "plain", True, "trained")
+        self.pull(2, 1, 0)
+        for which in (2, 0):
+            self.leases += self.call("lease", self.replica(which), 16) or []
+
     @rule(
         groups=st.integers(1, 4),
         calls=st.integers(0, 2),

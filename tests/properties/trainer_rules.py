@@ -141,7 +141,9 @@ class TrainerRules(Caller):
     def restore(self, back: int, how: str) -> None:
         self.timelines.append(self.name())
         version = max(0, self.model.next_step - back)
-        self.call("restore", version, self.timelines[-1], self.name(), self.model.enqueued, self.saved, how=how)
+        # a trainer knows what was retried since its checkpoint
+        ended = self.saved.without(set(self.saved.failed_orders()) - self.model.failures)
+        self.call("restore", version, self.timelines[-1], self.name(), self.model.enqueued, ended, how=how)
 
     @rule(further=st.sampled_from([0, 1, 1, 2]), late=lateness, how=deliveries)
     def drop_validation(self, further: int, late: int, how: str) -> None:

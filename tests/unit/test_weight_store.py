@@ -26,6 +26,7 @@ from headrace.run.weight_store import (
     select_unused,
 )
 from tests.support.s3_server import CUT, DONE, S3Server, s3_server
+from tests.support.waiting import wait_until
 
 BLOCK = 1024
 SIZES = (5 * BLOCK + 100, 3 * BLOCK)
@@ -396,12 +397,18 @@ def test_who_asks_too_early_waits_until_it_comes(
 ) -> None:
     digest = weights.publish(published, 1)
     one, last = s3.names(BLOCKS)[-2:]
-    held_back = {one: threading.Event(), last: threading.Event()}
+    listed = f"runs/r/{OFFERS}1.json"
+    held_back = {each: threading.Event() for each in (listed, one, last)}
     name, other = (each.removeprefix("runs/r/weights/t1/") for each in (one, last))
     s3.spoil = lambda method, asked: (held_back[asked].wait(30), None)[1] if asked in held_back else None
     fetching = threading.Thread(target=pull, args=(pulled, 1, digest))
     fetching.start()
     try:
+        wait_until(lambda: f"GET {listed}" in s3.requests)
+        for asked in ("offers/1.json", name):  # it waits for the store, as it may for a block
+            with pytest.raises(StillFetching):
+                pulled.serve("t1", 1, asked, 0.01)
+        threading.Timer(0.05, held_back[listed].set).start()
         assert pulled.serve("t1", 1, "offers/1.json", 30.0)
         with pytest.raises(StillFetching):
             pulled.serve("t1", 1, name, 0.01)

@@ -10,7 +10,7 @@
 local function episode_of(run, call, entry)
   if is_foreign(run, call) then return nil, 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id end
   local group = load_group(run, entry.id)
-  if not group then return nil, lease_refusal(run, entry) end
+  if not group then return nil, lease_refusal(run, call, entry) end
   local fields = redis.call('HMGET', group.key, 'p' .. entry.at, 'x' .. entry.at, 'a' .. entry.at, 'leased')
   group.tries, group.failed, group.interrupted = tries_of(fields[3] or nil)
   group.leased = tonumber(fields[4] or nil)
@@ -20,7 +20,7 @@ end
 
 -- Why the episode can't continue with this call: code and message, or nil.
 local function episode_refusal(run, call, entry, group)
-  local code, message = lease_refusal(run, entry, group)
+  local code, message = lease_refusal(run, call, entry, group)
   if not code then code, message = record_refusal(run, entry, group) end
   if code then return code, message end
   local what = 'episode ' .. entry.at .. ' of group ' .. entry.id

@@ -64,10 +64,13 @@ local function lease_over(run, id)
   return run.backlog and tonumber(redis.call('ZSCORE', run.base .. 'leases', id)) <= run.now
 end
 
--- The group that is leased under this token.
-local function leased_group(run, id, token)
+-- The group of a call under a lease. Law 4: the token is the fence. A lease may outlive its timeline (rewind.lua).
+local function leased_group(run, call)
+  local id = call.group
   local group = load_group(run, id)
-  if not group or group.state ~= 'open' or group.token ~= token or lease_over(run, id) then
+  require_incarnation(run, call.incarnation)
+  if not group or group.token ~= call.token then require_timeline(run, call.timeline) end
+  if not group or group.state ~= 'open' or group.token ~= call.token or lease_over(run, id) then
     refuse('HR_LEASE_LOST', 'the lease of group ' .. id .. ' is over')
   end
   return group

@@ -8,6 +8,11 @@
 -- plus what it and the waiting replicas already hold, divided equally among them. Otherwise the first to ask would take everything that
 -- admission allows, and the others would generate nothing.
 --
+-- A replica that pulls gets each version later than others, which would by then have leased all that admission opened with it. So while it
+-- waits, admission goes by its weights for all: nobody begins what they are too old for. Work may begin under them, so the groups of the
+-- next step are admitted whatever else is in line, and the trainer never waits for it (law 6). Once its weights are too old, it waits no
+-- more.
+--
 -- Validators, the replicas that validate beside training, lease the groups of the validation and nothing else: training groups would keep
 -- them from their next refit. So the trainer leaves at least one other replica, and ends the validation if no other can train (its only
 -- exemption: no group that the trainer waits for can be leased by validators alone).
@@ -17,36 +22,53 @@
 
 limit('ahead_steps', natural)
 
--- The most groups that this replica may get, so that waiting replicas get as many. `room`: train groups that admission allows.
-local function share_of(run, taker, room)
+-- How many train groups admission lets a replica with weights of this version have in line.
+local function bound_of(run, version)
+  return (version + run.reach + 1 - run.next_step) * run.prompts_per_step - run.pinned
+end
+
+-- What there is to lease while so many train groups may be in line.
+local function count_there(run, bound)
+  local room = run.refill == 0 and bound - redis.call('ZCARD', run.base .. 'line') or 0
   local there = math.min(math.max(room, 0), redis.call('ZCARD', queue_of(run, 'train')))
   for _, key in ipairs({of_kind(run, 'orphans'), queue_of(run, 'validation'), of_kind(run, 'passed')}) do
     there = there + redis.call('ZCARD', key)
   end
+  return there
+end
+
+-- The most groups that this replica may get, so that waiting replicas get as many, and the version whose admission goes for it.
+local function share_of(run, taker)
   -- what a thousand waiting replicas find most often: they are not asked, and none of them gets anything
-  if there == 0 and redis.call('EXISTS', run.base .. 'broken') == 0 then return taker.most end
+  if count_there(run, bound_of(run, taker.version)) == 0 and redis.call('EXISTS', run.base .. 'broken') == 0 then
+    return taker.most, taker.version
+  end
   local mine = redis.call('SCARD', run.base .. 'h:' .. taker.holder)
-  local waiting, held = 0, mine
+  local waiting, held, oldest = 0, mine, taker.version
   for _, id in ipairs(redis.call('SMEMBERS', run.base .. 'waiting')) do
-    if id ~= taker.holder and may_lease(run, id) then
+    local state, timeline, version, pulls =
+      unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'version', 'pulls'))
+    version, pulls = tonumber(version), pulls == '1'
+    if id ~= taker.holder and state_of(run, state, timeline) == 'HEALTHY' and (not pulls or may_work_under(run, version)) then
       waiting, held = waiting + 1, held + redis.call('SCARD', run.base .. 'h:' .. id)
+      if pulls then oldest = math.min(oldest, version) end
     end
   end
-  if waiting == 0 then return taker.most end
+  if waiting == 0 then return taker.most, taker.version end
   -- at least one, for a broken environment's probe: the replica that holds the fewest can always take it
-  local share = math.ceil((math.max(there, 1) + held) / (waiting + 1))
-  return math.min(taker.most, math.max(0, share - mine))
+  local share = math.ceil((math.max(count_there(run, bound_of(run, oldest)), 1) + held) / (waiting + 1))
+  return math.min(taker.most, math.max(0, share - mine)), oldest
 end
 
 -- The taker's leases, in the form of a reply.
 local function lease_to(run, taker)
-  local bound = (taker.version + run.reach + 1 - run.next_step) * run.prompts_per_step - run.pinned
-  local asked, apart = taker.most, set_apart(run, taker)
+  local asked, apart, admitted = taker.most, set_apart(run, taker), taker.version
   if apart then
     taker.most = 0
   elseif not taker.kind then
-    taker.most = share_of(run, taker, run.refill == 0 and bound - redis.call('ZCARD', run.base .. 'line') or 0)
+    taker.most, admitted = share_of(run, taker)
   end
+  local bound = bound_of(run, admitted)
   if taker.most > 0 then hand_on(run, taker) end
   -- most groups have neither
   local any = taker.most > 0 and redis.call('EXISTS', run.base .. 'broken', of_kind(run, 'passed', taker.kind)) > 0
@@ -56,8 +78,7 @@ local function lease_to(run, taker)
     local room = bound - redis.call('ZCARD', run.base .. 'line')
     lease_from(run, 'train', taker, room > 0 and room or room_for_probe(run, taker))
   end
-  -- one that pulls, and has no room because its weights are older than others', takes no share of theirs
-  local waits = not apart and #taker.leases < asked and (not taker.pulls or bound > redis.call('ZCARD', run.base .. 'line'))
+  local waits = not apart and #taker.leases < asked and (not taker.pulls or may_work_under(run, taker.version))
   if not taker.kind then redis.call(waits and 'SADD' or 'SREM', run.base .. 'waiting', taker.holder) end
   return {timeline = run.timeline, incarnation = run.incarnation, version = taker.version, leases = taker.leases}
 end

@@ -10,13 +10,13 @@
 -- pullers  zset: those that are alive, by when they came
 -- A replica's `tried` is the newest version that it has verified or refused. It verifies none of before: a call that arrives late must not
 -- take the place of a later one. After a failure it registers under a new name.
--- uses: _args, _epoch, _fleet
+-- uses: _args, _epoch, _fleet, _run
 
 -- The offer under which the replica reports.
 local function require_offer(run, replica, id)
   local packed = redis.call('HGET', run.base .. 'offers', id)
   local offer = packed and cmsgpack.unpack(packed)
-  if not offer or offer.version + run.reach < run.next_step then
+  if not offer or not may_work_under(run, offer.version) then
     refuse('HR_FENCED', 'offer ' .. show(id) .. ' is over: newer weights have superseded it, or a rewind has ended its timeline')
   end
   local state, tried = unpack(redis.call('HMGET', replica_key(run, replica), 'state', 'tried'))

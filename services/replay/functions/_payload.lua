@@ -41,8 +41,12 @@ local function is_foreign(run, call)
   return run.timeline ~= call.timeline or run.incarnation ~= call.incarnation
 end
 
--- Why the trajectory is refused regardless of its index: code and message, or nil.
-local function lease_refusal(run, entry, group)
+-- Why the trajectory is refused regardless of its index: code and message, or nil. Law 4: the token is the fence. A lease may outlive its
+-- timeline (rewind.lua).
+local function lease_refusal(run, call, entry, group)
+  if is_foreign(run, call) and not (group and group.token == entry.token) then
+    return 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id
+  end
   if group and group.token == entry.token and group.state ~= 'open' then
     return 'HR_SURPLUS', 'group ' .. entry.id .. ' has its ' .. group.n .. ' trajectories without this one'
   end

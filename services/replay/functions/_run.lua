@@ -144,6 +144,9 @@ local function due_at(run, time)
   if time < run.due then run.due = time end
 end
 
+-- Whether work may begin under weights of this version: what they write now can still be trained (law 2).
+local function may_work_under(run, version) return version + run.reach >= run.next_step end
+
 -- A number that no earlier call got: a place in line, or the part that makes each token unique (law 4), even if the call that asks for it
 -- is delivered twice, however late, under the same nonce.
 local function take_ticket(run)

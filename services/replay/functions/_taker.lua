@@ -10,7 +10,7 @@
 -- be trained on (law 2), and are not those that a validation evaluates, unless they are of its version.
 local function may_write(run, taker, group)
   if not taker.pulls then return true end
-  if group.lane == 'train' then return taker.version + run.reach >= run.next_step end
+  if group.lane == 'train' then return may_work_under(run, taker.version) end
   return tonumber(redis.call('HGET', group.key, 'validation')) == taker.version
 end
 

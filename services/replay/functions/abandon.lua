@@ -4,14 +4,12 @@
 -- ARGV     timeline, incarnation, group (its id), token, index, reason
 -- Returns  1: the lease continues without it; 0: the group is no longer the caller's
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
--- uses: _args, _group, _register, _run
+-- uses: _args, _group, _register
 register('abandon', {
   timeline = text, incarnation = text, group = name, token = name, index = natural, reason = text,
 }, function(run, call)
   local id, index = call.group, call.index
-  require_timeline(run, call.timeline)
-  require_incarnation(run, call.incarnation)
-  local group = leased_group(run, id, call.token)
+  local group = leased_group(run, call)
   if index >= group.count then
     refuse('HR_INVALID', 'index ' .. index .. ' of group ' .. id .. ', which has ' .. group.count .. ' trajectories')
   end

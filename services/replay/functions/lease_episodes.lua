@@ -5,7 +5,7 @@
 -- Returns  msgpack: like `lease`; version is the lowest that a HEALTHY replica holds, and without one nothing is leased. A group that had a
 --          lease before also has tries: index and count of the episodes that were begun before
 -- Errors   HR_FENCED: the runner is not registered, or the call arrives late; HR_INVALID
--- uses: _args, _fleet, _lease, _register
+-- uses: _args, _fleet, _lease, _register, _run
 
 -- The lowest version of the weights that verified replicas hold on this timeline and work may begin under; nil if there is none.
 local function lowest_version(run)
@@ -13,7 +13,7 @@ local function lowest_version(run)
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
     local state, version, timeline, pulls =
       unpack(redis.call('HMGET', replica_key(run, replica), 'state', 'version', 'timeline', 'pulls'))
-    local there = state_of(run, state, timeline) == 'HEALTHY' and (pulls ~= '1' or tonumber(version) + run.reach >= run.next_step)
+    local there = state_of(run, state, timeline) == 'HEALTHY' and (pulls ~= '1' or may_work_under(run, tonumber(version)))
     if there then lowest = math.min(lowest or math.huge, tonumber(version)) end
   end
   return lowest

@@ -24,16 +24,14 @@ local function load(run, entries_of_group)
 end
 
 -- Handle the entries of one group. The accepted ones are written together.
-local function push(run, entries_of_group, foreign, reply)
+local function push(run, call, entries_of_group, reply)
   local group = load(run, entries_of_group)
   local written, members, told, now = {}, {}, {}, string.format('%d', run.now)
   for _, entry in ipairs(entries_of_group) do
     local code, message
     local before = group and (group['p' .. entry.at] or group['x' .. entry.at])
-    if foreign then
-      code, message = 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id
-    elseif not (before and group.token == entry.token) then
-      code, message = lease_refusal(run, entry, group)
+    if not (before and group.token == entry.token) then
+      code, message = lease_refusal(run, call, entry, group)
       if not code then code, message = record_refusal(run, entry, group) end
       if not code then code, message = keep_payload(entry) end
       if not code then
@@ -60,8 +58,7 @@ end
 register('push', PAYLOADS, function(run, call, args)
   local groups, by_id = {}, {}
   for _, entry in ipairs(parse_payloads(run, call, args)) do group_entry(groups, by_id, entry) end
-  local foreign = is_foreign(run, call)
   local reply = {}
-  for _, of_group in ipairs(groups) do push(run, of_group, foreign, reply) end
+  for _, of_group in ipairs(groups) do push(run, call, of_group, reply) end
   return reply
 end, true, true)

@@ -4,14 +4,12 @@
 -- ARGV     timeline, incarnation, group (its id), token, how (failed, returned, rejected), reason
 -- Returns  1
 -- Errors   HR_TIMELINE, HR_LEASE_LOST, HR_INVALID
--- uses: _args, _group, _register, _run
+-- uses: _args, _group, _register
 register('release', {
   timeline = text, incarnation = text, group = name, token = name, how = one_of({'failed', 'returned', 'rejected'}), reason = text,
 }, function(run, call)
   local how, reason = call.how, call.reason
-  require_timeline(run, call.timeline)
-  require_incarnation(run, call.incarnation)
-  local group = leased_group(run, call.group, call.token)
+  local group = leased_group(run, call)
   if how == 'rejected' then
     fail(run, group, reason)
   elseif how == 'failed' then

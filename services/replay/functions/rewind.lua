@@ -7,14 +7,32 @@
 -- Commits reserved steps < version. For a checkpoint older than the newest, it instead takes back what was committed since: `committed`
 -- becomes `version` again, and the run wants a `refill` of the groups that it no longer holds. Reopens steps >= version: groups without a
 -- token newer than `version` keep their step, and the others are requeued (law 2: the new weights do not descend from those that wrote
--- them). Voids all leases and scoring tokens, drops the validation lane, returns leftovers to the queue and opens it. Replicas become STALE
--- automatically, because HEALTHY belongs to a timeline.
+-- them). Voids scoring tokens and all leases but those that can go on, drops the validation lane, returns leftovers to the queue and opens
+-- it. Replicas become STALE automatically, because HEALTHY belongs to a timeline.
+--
+-- A lease goes on if its replica holds verified weights from which those of `version` descend: then what was sampled under it, handed in
+-- or not, is of these. A transfer that has begun would have made the replica STALE. What it samples under weights that it has pulled, it
+-- hands in after `verify`, which refuses the old timeline. So a trainer that comes back with its newest weights interrupts no generation:
+-- its replicas get these weights again, as in a late refit.
 --
 -- Its work is bounded by what admission allows in flight, the steps since the last commit or retained, and one validation.
--- uses: _args, _group, _register, _run, _scoring, _steps, _validation
+-- uses: _args, _fields, _fleet, _group, _register, _run, _scoring, _steps, _trajectory, _validation
 
-local function survives(group, version)
-  return group.state ~= 'open' and group.newest <= version and not group.lost
+-- Whether a replica goes on with the open group under the lease that it has. Episodes start over: their calls are fenced by the timeline.
+local function goes_on(run, group, version)
+  local state, timeline, held = unpack(redis.call('HMGET', replica_key(run, group.replica), 'state', 'timeline', 'version'))
+  if state_of(run, state, timeline) ~= 'HEALTHY' or tonumber(held) > version or group.kind then return false end
+  local saved = (group.saves or 0) > 0 and redis.call('HMGET', group.key, unpack(field_names_of(group, 'q'))) or {}
+  for _, value in ipairs(saved) do
+    local _, _, _, newest = extent_of(value)
+    if newest and newest > version then return false end  -- it continues what a replica before it began under later weights
+  end
+  return (group.newest or 0) <= version
+end
+
+local function survives(run, group, version)
+  if group.state == 'open' then return goes_on(run, group, version) end
+  return group.newest <= version and not group.lost
 end
 
 -- Trained steps >= version no longer count as trained. Those that are still held become reserved, to be reopened. The others must be
@@ -34,7 +52,7 @@ local function reopen_steps(run, version)
     local kept, reopened = {}, {}
     for _, id in ipairs(step_ids(run, step)) do
       local group = load_group(run, id)
-      if survives(group, version) then
+      if survives(run, group, version) then
         if group.state == 'reserved' then
           redis.call('HSET', group.key, 'state', 'ready')
           move(run, 'train', 'reserved', 'ready')
@@ -68,7 +86,7 @@ local function sift_line(run, version)
     local group = load_group(run, id)
     if group.state == 'queued' then
       lose_place(run, group)
-    elseif not survives(group, version) then
+    elseif not survives(run, group, version) then
       requeue(run, group, 'rewind', false, 'rewind to version ' .. version)
     end
   end

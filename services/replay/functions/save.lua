@@ -8,9 +8,9 @@
 -- The lease already counts its bytes, as part of the finished trajectory.
 -- uses: _group, _payload, _register, _trajectory
 
-local function save(run, entry)
+local function save(run, call, entry)
   local group = load_group(run, entry.id)
-  local code, message = lease_refusal(run, entry, group)
+  local code, message = lease_refusal(run, call, entry, group)
   if not code then code, message = record_refusal(run, entry, group) end
   if code then
     unstage(entry)
@@ -32,17 +32,9 @@ local function save(run, entry)
 end
 
 register('save', PAYLOADS, function(run, call, args)
-  local all = parse_payloads(run, call, args)
-  local foreign = is_foreign(run, call)
   local reply = {}
-  for _, entry in ipairs(all) do
-    local code, message
-    if foreign then
-      code, message = 'HR_TIMELINE', 'a rewind or restore has ended the timeline of group ' .. entry.id
-      unstage(entry)
-    else
-      code, message = save(run, entry)
-    end
+  for _, entry in ipairs(parse_payloads(run, call, args)) do
+    local code, message = save(run, call, entry)
     reply[entry.place] = code and refuse_entry(run, code, message) or ''
   end
   return reply

@@ -155,7 +155,8 @@ async def test_law_1_conservation_a_run_goes_on_after_an_upgrade(
     old._connection = another
     await old.open_run(limits)
     await enqueue(old, range(6))
-    ready, also_ready, unscored, unfinished = leases = await old.lease(await healthy_replica(old), 4)
+    replica = await healthy_replica(old)
+    ready, also_ready, unscored, unfinished = leases = await old.lease(replica, 4)
     for lease in (ready, also_ready):
         await push_all(old, lease)
     await score_all(old)
@@ -181,6 +182,7 @@ async def test_law_1_conservation_a_run_goes_on_after_an_upgrade(
 
     # what the services of the next build do when they start
     await replay.release_scoring()
+    await replay.deregister(replica)
     await rewind(replay, 0)
     replica, steps = await healthy_replica(replay), []
     for step in range(3):

@@ -74,7 +74,8 @@ async def test_law_4_fencing_another_timeline(replay: ReplayClient) -> None:
     (job, _) = await replay.take_scoring({"math": 64})
     old = leases[0].timeline
     epoch = nonce()
-    await replay.open_epoch(epoch, 0, old, {})
+    await replay.open_epoch(epoch, 1, old, {})
+    await replay.begin_epoch(epoch, {}, [0.0], 1e-3)  # else its leases would outlive the timeline
     await rewind(replay, 0)
     before = await contents(replay)
     for call, error in (

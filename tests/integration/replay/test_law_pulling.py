@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from headrace.base.errors import Fenced, NotVerified, WrongTimeline
-from headrace.replay import EnvironmentLimits, Limits, ReplayClient
+from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
     enqueue,
     generate,
@@ -114,6 +114,40 @@ async def test_law_6_who_has_no_room_takes_no_share(replay: ReplayClient) -> Non
     await train(replay, near, 2)
     assert await replay.lease(far, 64) == []
     assert len(await replay.lease(near, 64)) == 4  # all that admission allows
+
+
+async def test_law_6_who_gets_each_version_late_has_its_share(replay: ReplayClient, limits: Limits) -> None:
+    """The other one has room for everything, is fast, and gets each version first."""
+    await tighten(replay, limits, prompts_per_step=4, max_age=3)
+    await enqueue(replay, range(80))
+    near, far = await healthy_replica(replay), await pulling(replay, 0)
+    assert len(await generate(replay, near)) == 16  # nobody waited yet
+    for step in range(8):
+        assert await generate(replay, far) == []
+        await reserve(replay, step)
+        await refit(replay, step + 1, [near])
+        assert await generate(replay, near) == []
+        if step == 0:  # all that the first version admits is in line
+            continue
+        assert (await replay.verify(far, await offer(replay, step), PROBE)).verified  # and the other has the next
+        assert len(await generate(replay, far)) == 2
+        others = 0
+        while got := await generate(replay, near):
+            others += len(got)
+        assert others == 2
+
+
+async def test_law_6_nobody_waits_for_one_that_is_alive_and_never_comes(replay: ReplayClient, limits: Limits) -> None:
+    await tighten(replay, limits, prompts_per_step=4, max_age=3)
+    near, far = await healthy_replica(replay), await pulling(replay, 0)
+    assert await replay.lease(far, 64) == []  # it waits
+    await enqueue(replay, range(80))
+    for step in range(8):
+        while isinstance(await replay.reserve(step, (await replay.state()).timeline), Waiting):
+            assert len(await generate(replay, near)) > 0
+        await refit(replay, step + 1, [near])
+    await generate(replay, near)
+    assert (await replay.state()).counts["ready"] == 16  # its weights are too old by now: it has no share any more
 
 
 async def test_old_weights_hold_back_no_episodes(replay: ReplayClient, limits: Limits) -> None:

@@ -245,11 +245,24 @@ async def test_running_calls_are_drained_before_a_refit(fleet: Fleet, first: Pro
     await client.aclose()
 
 
-async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
+async def test_a_rewind_to_its_weights_interrupts_nothing(fleet: Fleet, first: Process) -> None:
     # the buffer takes tokens of no weights that are newer than its next step: a replica whose saved tokens it refuses leaves the fleet
     assert (await fleet.refit(0)).verified == (first.replica,)
     group = await running_group(fleet, lambda group: _saved(fleet, group))
     fleet.timeline = "timeline-1"
+    await fleet.replay.rewind(0, fleet.timeline)
+    assert (await fleet.refit(0)).verified == (first.replica,)  # it drains for it
+    for it in await fleet.pushed(group):
+        assert (it.attempt, [span.version for span in it.spans]) == (1, [0])
+        assert fleet.policy.difference(it, 0) < 1e-4
+    assert await first.metric('headrace_rollout_groups_total{outcome="lost"}') == 0
+
+
+async def test_lost_leases_are_aborted(fleet: Fleet, first: Process) -> None:
+    group = await running_group(fleet, lambda group: _saved(fleet, group))
+    await fleet.replay.open_epoch("of-another", 1, fleet.timeline, {})
+    await fleet.replay.begin_epoch("of-another", {}, [-1.0], 1e-3)  # its weights are not known any more
+    fleet.timeline = "timeline-2"
     await fleet.replay.rewind(0, fleet.timeline)
 
     async def idle() -> bool:
@@ -473,3 +486,17 @@ async def test_an_engine_that_dies_or_hangs_ends_its_replica(fleet: Fleet, signu
     assert reason in replica.log.read_text()
     # one that was alone with the engine may be what kills it
     assert (await fleet.replay.group(group))["failures"] == int(alone)
+
+
+@pytest.mark.nightly  # by day with one that drains
+async def test_a_rewind_to_its_weights_pauses_what_runs_in_flight(fleet: Fleet, second: Process) -> None:
+    version = 1 + await fleet.trained_step()
+    assert (await fleet.refit(version)).verified == (second.replica,)
+    group = await running_group(fleet, lambda group: _saved(fleet, group))
+    fleet.timeline = "timeline-3"
+    await fleet.replay.rewind(version, fleet.timeline)
+    assert (await fleet.refit(version)).verified == (second.replica,)
+    assert (await fleet.replay.group(group))["state"] == "open"
+    for it in await fleet.pushed(group):
+        assert (it.attempt, {span.version for span in it.spans}) == (1, {version})
+        assert fleet.policy.difference(it, version) < 1e-4

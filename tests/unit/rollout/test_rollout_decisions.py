@@ -64,6 +64,16 @@ def worker_state(
 HELD = frozenset({"a", "b"})
 
 
+def test_law_2_what_weights_that_a_rewind_ended_write_ends() -> None:
+    rewound = {"held": HELD, "epoch": epoch(version=2), "in_flight_updates": True}
+    assert decide(worker_state("STALE", weights=("before", 2), **rewound)) == [Acknowledge(epoch(version=2))]
+    assert decide(worker_state("STALE", weights=("before", 3), **rewound)) == [Abort(HELD), Rejoin()]
+    of_one_timeline = decide(
+        worker_state("STALE", weights=("t", 3), **rewound)
+    )  # a replica installs what the epoch says
+    assert of_one_timeline == [Acknowledge(epoch(version=2))]
+
+
 def test_a_new_replica_waits_for_weights() -> None:
     assert decide(worker_state("STALE")) == []
 
