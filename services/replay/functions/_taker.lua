@@ -4,7 +4,7 @@
 -- (trajectories that it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups
 -- that it holds, if any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open), pulls (whether it is
 -- a replica that pulls its weights, see _offers.lua).
--- uses: _group
+-- uses: _group, _run
 
 -- Whether the taker's weights may write this group. All replicas in epochs have the newest. Those of a replica that pulls may be too old to
 -- be trained on (law 2), and are not those that a validation evaluates, unless they are of its version.
