@@ -248,8 +248,17 @@ async def payload_bytes(replay: ReplayClient) -> int:
     return sum([await replay.redis.strlen(key) for key in await payloads(replay)])
 
 
-async def died(replay: ReplayClient, replica: str) -> None:
-    """Return once the buffer counts `replica` as DEAD."""
+async def died(replay: ReplayClient, limits: Limits, replica: str) -> None:
+    """Return once the buffer counts `replica` as DEAD, soon after a last heartbeat. Others keep the time that `limits` give them: on a busy
+    machine they would die, too."""
+    await tighten(replay, limits, replica_dead_s=0.05)
+    await replay.heartbeat(replica, [])
+    await tighten(replay, limits)
+    await missed(replay, replica)
+
+
+async def missed(replay: ReplayClient, replica: str) -> None:
+    """Return once the buffer counts `replica`, which is silent, as DEAD."""
 
     async def dead() -> bool:
         await replay.heartbeat("nobody", [])  # any call ends what is due

@@ -100,12 +100,11 @@ async def test_law_6_liveness_giving_back_costs_no_attempt(replay: ReplayClient)
 
 async def test_law_6_liveness_a_dead_replica_gives_its_groups_back(replay: ReplayClient, limits: Limits) -> None:
     await enqueue(replay, range(4))
-    await tighten(replay, limits, replica_dead_s=0.3)
     replica = await healthy_replica(replay)
     leases = await replay.lease(replica, 3)
     await replay.push(leases[0], make_trajectory(leases[0], 0))
 
-    await died(replay, replica)
+    await died(replay, limits, replica)
     assert (await replay.state()).counts == {"queued": 1, "open": 3}
     reply = await replay.heartbeat(replica, [lease.token for lease in leases])
     assert reply.state == "DEAD"

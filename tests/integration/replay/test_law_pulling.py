@@ -9,6 +9,7 @@ import pytest
 from headrace.base.errors import Fenced, NotVerified, WrongTimeline
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, Waiting
 from tests.support.buffer import (
+    died,
     enqueue,
     generate,
     healthy_replica,
@@ -21,7 +22,6 @@ from tests.support.buffer import (
     score_all,
     tighten,
 )
-from tests.support.waiting import eventually
 
 PROBE = [-1.0]
 
@@ -280,19 +280,13 @@ async def test_who_has_older_weights_is_not_asked(replay: ReplayClient) -> None:
 
 
 async def test_a_dead_replica_is_asked_for_nothing(replay: ReplayClient, limits: Limits) -> None:
-    await tighten(replay, limits, replica_dead_s=0.2)
     dead, *others = (f"{place}-{nonce()}" for place in range(4))
     await replay.register_puller(dead, {})
     for replica in others:
         await replay.register_puller(replica, {})
 
-    async def is_dead() -> bool:
-        for replica in others:
-            await replay.heartbeat(replica, [])
-        return await state_of(replay, dead) == ("DEAD", -1)
-
     assert [id_ for id_, _ in await replay.parents(others[1])] == [dead]
-    await eventually(is_dead)
+    await died(replay, limits, dead)
     assert [id_ for id_, _ in await replay.parents(others[1])] == []
     assert [id_ for id_, _ in await replay.parents(others[2])] == [others[0]]
 

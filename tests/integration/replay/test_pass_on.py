@@ -43,7 +43,8 @@ def prefix(lease: Lease, index: int, length: int = 3, versions: Sequence[int] | 
 
 
 async def test_law_1_conservation_trajectories_outlive_their_replica(replay: ReplayClient, limits: Limits) -> None:
-    await replay.open_run(dataclasses.replace(limits, generations_per_prompt=4, replica_dead_s=0.3))
+    limits = dataclasses.replace(limits, generations_per_prompt=4)
+    await replay.open_run(limits)
     await enqueue(replay, range(1), n=4)
     dying = await healthy_replica(replay)
     (lost,) = await replay.lease(dying, 1)
@@ -54,8 +55,7 @@ async def test_law_1_conservation_trajectories_outlive_their_replica(replay: Rep
     await replay.save(lost, prefix(lost, 3, length=5))
     before = await group_of(replay, lost)
 
-    await died(replay, dying)
-    await tighten(replay, limits, replica_dead_s=30.0)
+    await died(replay, limits, dying)
     (lease,) = await replay.lease(await healthy_replica(replay), 1)
     assert (lease.group.id, lease.attempt, lease.ticket, lease.count) == (lost.group.id, 1, lost.ticket, 4)
     assert lease.token != lost.token

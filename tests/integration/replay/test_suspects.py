@@ -12,6 +12,7 @@ from tests.support.buffer import (
     healthy_replica,
     healthy_replicas,
     make_trajectory,
+    missed,
     push_all,
     refit,
     reserve,
@@ -89,15 +90,13 @@ async def test_law_6_rewinds_between_the_deaths_charge_nobody_else(replay: Repla
 
 async def test_a_replica_killed_from_outside_charges_only_a_lone_group(replay: ReplayClient, limits: Limits) -> None:
     await enqueue(replay, range(20), n=1)
-    await tighten(replay, limits, replica_dead_s=0.2)
     sizes = []
     for _ in range(4):
         replica = await healthy_replica(replay)
         sizes.append(len(await replay.lease(replica, 20)))
-        await died(replay, replica)
+        await died(replay, limits, replica)
     assert sizes == [20, 2, 1, 1]
     assert await failures(replay, range(20)) == 2  # of the one that was alone twice
-    await tighten(replay, limits, replica_dead_s=30.0)
     replica = await healthy_replica(replay)
     while leases := await replay.lease(replica, 20):
         for lease in leases:
@@ -197,5 +196,5 @@ async def test_scores_after_a_replicas_death_make_no_group_alone(replay: ReplayC
     await replay.push(other, make_trajectory(other, 0))
     await score_all(replay)
     assert (await group_of(replay, other))["state"] == "ready"
-    await died(replay, replica)
+    await missed(replay, replica)
     assert (await group_of(replay, left))["failures"] == 0
