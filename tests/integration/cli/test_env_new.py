@@ -21,6 +21,12 @@ WITHOUT = [
 TEST = [sys.executable, "-m", "pytest", "-q", *WITHOUT]
 
 
+@pytest.fixture(autouse=True)
+def without_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this session are not theirs."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)

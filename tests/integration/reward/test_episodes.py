@@ -420,11 +420,11 @@ async def test_a_function_that_cannot_be_run_ends_the_start_with_the_reason(func
 
 @pytest.mark.usefixtures("executed")
 async def test_a_function_is_in_a_process_of_its_own_and_ends_with_the_hub() -> None:
-    def processes() -> list[int]:
-        children = psutil.Process().children(recursive=True)
-        return [
-            each.pid for each in children if "headrace_services.reward.function_process" in " ".join(each.cmdline())
-        ]
+    def processes() -> Iterator[int]:
+        for each in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # one of another test has just ended
+                if "headrace_services.reward.function_process" in " ".join(each.cmdline()):
+                    yield each.pid
 
     async with function():
         (pid,) = processes()
