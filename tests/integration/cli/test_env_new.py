@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[3]
 WITHOUT = [
     word for name in ("cacheprovider", "hypothesispytest", "schemathesis", "xdist") for word in ("-p", f"no:{name}")
 ]
-# what is written twice in a second would be taken for what it was compiled from first
+# -B: Python would take the bytecode of a file that is written twice within a second for that of the second
 TEST = [sys.executable, "-B", "-m", "pytest", "-q", *WITHOUT]
 
 
 @pytest.fixture(autouse=True)
 def without_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of this session are not theirs."""
+    """Options for the tests of this repository are not for theirs."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
 
