@@ -163,10 +163,6 @@ class WeightSender:
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
         self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole model
 
-    @property
-    def port(self) -> int:
-        return self._meeting.port
-
     async def refit(
         self,
         version: int,
