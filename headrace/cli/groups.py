@@ -21,9 +21,9 @@ from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.buffer import open_buffer
-from headrace.records.group_event import GroupEvent
+from headrace.records.group_event import GroupEvent, GroupState
 from headrace.records.origin import GroupLineage, Origin, TokenRange
-from headrace.replay import GroupState, HeldGroup, ReplayClient
+from headrace.replay import HeldGroup, ReplayClient
 from headrace.run import export as jsonl
 from headrace.run import group_files
 from headrace.run.group_history import GroupHistory
