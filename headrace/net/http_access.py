@@ -215,12 +215,12 @@ class Guard:
         denial = self._access.refusal(scope["method"], scope["path"], headers, time.time())
         if denial is not None:
             page = denial.status == 401 and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
-            await _refusing(denial, page=page)(scope, receive, _with_headers(send))
+            await _refusing(denial, page=page)(scope, receive, with_headers(send))
             return
         if scope["path"] == SESSION and scope["method"] == "POST":
             await self._sign_in(receive, send, secure=scope.get("scheme") == "https")
             return
-        await self._app(scope, receive, _with_headers(send))
+        await self._app(scope, receive, with_headers(send))
 
     async def _sign_in(self, receive: Any, send: Any, *, secure: bool) -> None:
         from starlette.responses import Response
@@ -235,7 +235,7 @@ class Guard:
             response = _refusing(Denial(401, reason))
         else:
             response = Response(status_code=204, headers={"set-cookie": cookie})
-        await response({"type": "http"}, receive, _with_headers(send))
+        await response({"type": "http"}, receive, with_headers(send))
 
 
 def new_code(run_folder: Path) -> str:
@@ -266,15 +266,15 @@ def _refusing(denial: Denial, *, page: bool = False) -> Response:
     return JSONResponse({"detail": denial.reason}, denial.status, headers)
 
 
-def _with_headers(send: Any) -> Any:
+def with_headers(send: Any, headers: Mapping[str, str] = _HEADERS) -> Any:
+    """Return the `send` of ASGI that adds those of `headers` which an answer does not have."""
+
     async def sending(message: Any) -> None:
         if message["type"] == "http.response.start":
             given = list(message.get("headers", ()))
             names = {name.lower() for name, _ in given}
-            message = {
-                **message,
-                "headers": given + [(n.encode(), v.encode()) for n, v in _HEADERS.items() if n.encode() not in names],
-            }
+            added = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in names]
+            message = {**message, "headers": given + added}
         await send(message)
 
     return sending
