@@ -29,7 +29,7 @@ from headrace.env import environment_file
 from headrace.launch import environment_processes, runs
 from headrace.launch.buffer import open_buffer
 from headrace.net import rpc
-from headrace.net.credentials import FILE, Credentials, load_credentials
+from headrace.net.credentials import FILE, Credentials, token_source
 from headrace.replay import EnvironmentState
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 
@@ -171,8 +171,7 @@ async def _read(
 ) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], dict[str, str], Sequence[EnvironmentState]]:
     """Return each hub's answer by its address, why other hubs don't answer, and the buffer's states of the environments. Raises
     `ServiceError` if no hub answers."""
-    credentials = load_credentials(config)
-    token = None if credentials is None else credentials.make_token_source("reader")
+    token = token_source(config, "reader")
     hubs, away = {}, {}
     for address in config.reward.addresses:
         async with rpc.channel(address, security=config.security, token=token) as channel:

@@ -30,7 +30,7 @@ from headrace.launch.buffer import open_buffer
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.served_file import environment_at
 from headrace.net import rpc
-from headrace.net.credentials import load_credentials
+from headrace.net.credentials import token_source
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group
 from headrace.replay import HeldGroup
@@ -187,8 +187,7 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
             }
         )
         hub = await stack.enter_async_context(running(alone))
-        credentials = load_credentials(alone)
-        token = None if credentials is None else credentials.make_token_source("scorer")
+        token = token_source(alone, "scorer")
         channel = rpc.channel(with_port(LOOPBACK, hub.port), config.reward.max_message_bytes, token=token)
         stub = reward_pb2_grpc.RewardServiceStub(await stack.enter_async_context(channel))
         yield stub, await _describe(stub, name)

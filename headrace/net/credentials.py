@@ -93,6 +93,12 @@ def load_credentials(config: Config) -> Credentials | None:
     return None if path is None else Credentials(Path(path))
 
 
+def token_source(config: Config, role: str) -> Callable[[], str] | None:
+    """Return `make_token_source` of the credentials that the configuration names, None without any. Raises `ConfigError`."""
+    credentials = load_credentials(config)
+    return None if credentials is None else credentials.make_token_source(role)
+
+
 def list_roles(config: Config, *, redis: bool) -> list[str]:
     """Return the roles of a run; with `redis` those of the buffer's users too."""
     custom = [f"environment {name}" for name in config.custom]
