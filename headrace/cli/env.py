@@ -4,6 +4,7 @@ and list a run's environments."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -101,7 +102,11 @@ def attach(
             if attached is None:
                 raise
             _log.error("%s\nThe previous environment stays attached until the file is fixed.", error)
-        changed = attached.wait(lambda seen=seen: reload and signature(file) != seen)
+        changed = attached.wait(functools.partial(_differs, file, seen) if reload else lambda: False)
+
+
+def _differs(file: Path, seen: tuple[int, int, int] | None) -> bool:
+    return signature(file) != seen
 
 
 @app.command("list")
