@@ -136,7 +136,8 @@ async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient
     await push_all(replay, lease)
     (kept,) = await replay.take_scoring({"math": 1})
     taken = f"hr:{{{replay.run_id}}}:{lease.incarnation}:taken:math"
-    ((_, before),) = await replay.redis.zrange(taken, 0, -1, withscores=True)
+    member = f"{lease.group.id}:{kept.trajectory.index}"
+    before = await replay.redis.zscore(taken, member)
     await tighten(replay, limits, scoring_deadline_s=0.05)  # for what alone is to lapse
     (silent,) = await replay.take_scoring({"math": 1})
     await tighten(replay, limits)
@@ -147,7 +148,7 @@ async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient
 
     await eventually(given_back)
     assert await replay.renew_scoring([kept, silent]) == [silent]
-    assert await replay.redis.zscore(taken, f"{lease.group.id}:{kept.trajectory.index}") > before
+    assert await replay.redis.zscore(taken, member) > before
     await replay.score(kept, Score("SCORED", 1.0))
 
 

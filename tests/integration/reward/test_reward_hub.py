@@ -238,9 +238,7 @@ async def test_law_6_liveness_the_hub_answers_within_the_callers_deadline() -> N
         start_environment(ODD) as odd,
         start_hub({"odd": {"target": odd.target, **patient}, "math": patient}) as hub,
     ):
-        await hub.score(
-            [Sample("abc", environment="odd"), MATH]
-        )  # what starts and connects takes none of the call's time
+        await hub.score([Sample("abc", environment="odd"), MATH])  # the deadline is not for what starts and connects
         with hurried(3.0):
             late, endless = await hub.score([Sample("hang", environment="odd"), ENDLESS])
     # the time of a built-in one is a worker's, and was not over
