@@ -21,7 +21,7 @@ from headrace.base.devices import Site
 from headrace.base.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
-from headrace_services.trainer.memory.fit import changed, phases
+from headrace_services.trainer.memory.fit import apply_changes, phases
 from headrace_services.trainer.network.backbone import fill, load_on_meta, reduces_once
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
@@ -163,7 +163,7 @@ def test_the_planned_memory_is_what_is_taken(
     """To the byte; activations to a sixth, under autocast to a third (experts: to half), which keeps both what it cast and the original."""
     found = measured(models, name, precision) if ranks == 1 else two_ranks[0]["measured"][f"{name} {precision}"]
     trainer = phases(
-        changed(sized(models, name, precision), {"trainer.num_processes": ranks}), Site(None, None, ranks, ranks)
+        apply_changes(sized(models, name, precision), {"trainer.num_processes": ranks}), Site(None, None, ranks, ranks)
     )
     trainer = trainer["policy: layers"]
     assert trainer["policy: parameters, float32"] == found["parameters"]
