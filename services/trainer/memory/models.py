@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from headrace.base.errors import ServiceError
-from headrace.base.model_name import model_is_here
+from headrace.base.model_name import MODEL
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig, PolicyConfig
 from headrace.config.root import TEACHER_KEY
@@ -290,7 +290,7 @@ class NotPlanned(ServiceError):
 def to_download(config: Config) -> str | None:
     """Return which model's configuration must be downloaded before its memory can be planned; None if all are here."""
     missing = [
-        f"{key} {name}" for key, name in config.models.items() if name not in KNOWN and not model_is_here(key, name)
+        f"{key} {name}" for key, name in config.models.items() if name not in KNOWN and not MODEL.is_here(key, name)
     ]
     return ", ".join(missing) or None
 
@@ -333,7 +333,7 @@ def _configuration(key: str, name: str, overrides: dict[str, Any]) -> Any:
             known = copy.deepcopy(KNOWN[name])
             known.update(overrides)
             return known
-        model_is_here(key, name)
+        MODEL.is_here(key, name)
         return AutoConfig.from_pretrained(name, **overrides)
     except (OSError, ValueError) as error:
         raise ServiceError(
