@@ -27,7 +27,7 @@ from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace.net import rpc, tracing
-from headrace.net.credentials import token_source
+from headrace.net.credentials import make_token_source
 from headrace.records.score import Score
 from headrace.replay import BufferRetry, ReplayClient, ScoringJob
 from headrace.run.sample_files import SampleFiles
@@ -120,7 +120,7 @@ class _Scorer:
         self._max_message_bytes = reward.max_message_bytes
         self._renew_s = config.replay.scoring_deadline_s / _RENEWALS
         self._security = config.security
-        self._token = token_source(config, "scorer")
+        self._token = make_token_source(config, "scorer")
         self._hubs: list[_HubConnection] = []
         self._enqueued: list[str] = []  # the environments that the buffer knows
         # by token, group and index: a trajectory that the buffer took back may be held again under another token
