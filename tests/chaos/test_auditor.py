@@ -417,13 +417,7 @@ def test_episodes_whose_tokens_follow_from_their_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"completion": (7, 0, 0)},
-        {"context": (3, 10, 4)},
-        {"versions": (1, 2, 2)},
-        {"parent": 0},
-    ],
+    "wrong", [{"completion": (7, 0, 0)}, {"context": (3, 10, 4)}, {"versions": (1, 2, 2)}, {"parent": 0}]
 )
 def test_a_token_sampled_in_another_context_or_from_other_weights(wrong: dict[str, Any]) -> None:
     assert "tokens_are_those_that_were_sampled" in objections(**played(**wrong))
