@@ -404,10 +404,7 @@ class Session:
                 limits.tokens - tokens,
                 f"the episode has {tokens} tokens, and may have {limits.tokens} (agents.max_episode_tokens)",
             ),
-            (
-                (limits.nbytes - nbytes) // _RESERVED_BYTES,
-                self._too_many_bytes(nbytes),
-            ),
+            ((limits.nbytes - nbytes) // _RESERVED_BYTES, self._too_many_bytes(nbytes)),
         )
 
     def _too_many_bytes(self, nbytes: int) -> str:

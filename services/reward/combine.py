@@ -11,9 +11,16 @@ from headrace.base.errors import CodecError
 from headrace.config.environments import CombineConfig
 from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.score import Score, Status
-from headrace.v1 import environment_pb2, trajectory_pb2
+from headrace.v1 import environment_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import EnvironmentBackend, does_not_apply, score_as
+from headrace_services.reward.backend import (
+    Described,
+    EnvironmentBackend,
+    Results,
+    Trajectories,
+    does_not_apply,
+    score_as,
+)
 from headrace_services.reward.environment_build import compute_build
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
@@ -36,10 +43,7 @@ class CombineBackend:
         # from each part's last score, or from its description before the first score
         self._builds = dict.fromkeys(env.parts, "")
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         deadline = time.monotonic() + min(self._env.timeout_s, timeout_s or math.inf)
         scores: list[dict[str, Score]] = [{} for _ in trajectories]
         gate = self._env.gate
@@ -54,7 +58,7 @@ class CombineBackend:
         await asyncio.gather(*(self._ask(part, trajectories, scores, passed, deadline) for part in others))
         return [score_to_wire(self._whole(found)) for found in scores]
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+    async def describe(self) -> Described:
         """Describe the environment, like `EnvironmentBackend.describe`. Its capacity is the smallest of its parts'. A part that can't score
         reports this under its own name."""
         answers = await asyncio.gather(*(backend.describe() for backend in self._parts.values()))
@@ -76,7 +80,7 @@ class CombineBackend:
     async def _ask(
         self,
         part: str,
-        trajectories: Sequence[trajectory_pb2.Trajectory],
+        trajectories: Trajectories,
         scores: Sequence[dict[str, Score]],
         places: Sequence[int],
         deadline: float,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping
 from typing import Protocol
 
 from headrace.config.environments import EpisodicConfig
-from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
+from headrace.v1 import episode_pb2, trajectory_pb2
 from headrace_services.reward.answers import make_outcome, make_result
-from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, score_as
+from headrace_services.reward.backend import (
+    Described,
+    EnvironmentBackend,
+    Results,
+    RunsEpisodes,
+    Trajectories,
+    score_as,
+)
 
 
 class ProgramBackend(EnvironmentBackend, RunsEpisodes, Protocol):
@@ -30,10 +38,7 @@ class EpisodeBackend:
         self._environments = environments
         self.kind = programs.kind
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         grader = self._env.grader
         if grader is None:
             key = f"env.{self._name}"
@@ -53,13 +58,12 @@ class EpisodeBackend:
             outcome.ClearField("result")
         return outcome
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+    async def describe(self) -> Described:
         """Return the program's description, like `EnvironmentBackend.describe`, with the grader's capacity for trajectories."""
         described, problem = await self._programs.describe()
         if described is None:
             return None, problem
-        description = environment_pb2.DescribeResponse()
-        description.CopyFrom(described)
+        description = copy.deepcopy(described)
         if problem is None and not description.episodes:
             problem = f"{description.name or 'the process'} runs no episodes; define `episode`, or leave episodes out of env.{self._name}"
         description.capacity = description.calls = 0

@@ -41,14 +41,7 @@ from headrace_services.reward.judge.calibration import (
 from headrace_services.reward.judge.comparison import in_order, pairs_with
 from headrace_services.reward.judge.questions import Question, ask_about, ask_to_compare, reference_of
 from headrace_services.reward.judge.template import JudgeTemplate, TemplateFails, check_template
-from headrace_services.reward.judge.verdicts import (
-    SAID,
-    NoVerdict,
-    Scale,
-    Verdict,
-    compute_agreement,
-    compute_reward,
-)
+from headrace_services.reward.judge.verdicts import SAID, NoVerdict, Scale, Verdict, compute_agreement, compute_reward
 
 _log = logging.getLogger("headrace.reward")
 # Characters of all reasons that the metadata of a score keeps.

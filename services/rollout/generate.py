@@ -64,12 +64,7 @@ def request_id(lease: Lease, index: int) -> str:
 
 
 async def generate(
-    engine: AsyncLLM,
-    lease: Lease,
-    index: int,
-    replica: str,
-    saver: Saver | None = None,
-    cache_salt: str | None = None,
+    engine: AsyncLLM, lease: Lease, index: int, replica: str, saver: Saver | None = None, cache_salt: str | None = None
 ) -> Trajectory:
     """Sample trajectory `index` of the lease's group, continuing the prefix that another replica may have sampled (`lease.prefixes`).
     `cache_salt` is `WeightReceiver.cache_salt`. Cancellation aborts the request in the engine.

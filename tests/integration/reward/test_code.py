@@ -231,10 +231,7 @@ async def test_nothing_of_a_program_is_left_for_the_next() -> None:
     look = "import os\nprint(sorted(os.listdir('.')) == ['.input', 'program'])"
     async with start_hub({"code": ENV | {"wall_s": 1.0}}, workers=1) as hub:
         first, second = await hub.score(
-            [
-                sample(leave, {"inputs": [""], "outputs": ["1"]}),
-                sample(look, {"inputs": [""], "outputs": ["True"]}),
-            ]
+            [sample(leave, {"inputs": [""], "outputs": ["1"]}), sample(look, {"inputs": [""], "outputs": ["True"]})]
         )
     assert first.metadata["first_failure"]["why"].startswith("it ran out of time")
     assert second.reward == 1
@@ -313,16 +310,10 @@ DAEMON = (
 CHANNELS = {
     "a file": ("open('/tmp/left', 'w').write('1')", "print(open('/tmp/left').read())"),
     "a file elsewhere": ("open('/dev/shm/left', 'w').write('1')", "print(open('/dev/shm/left').read())"),
-    "shared memory": (
-        LIBC + "c.shmget(77, 4096, 0o1666)",
-        LIBC + "print(int(c.shmget(77, 4096, 0o666) >= 0))",
-    ),
+    "shared memory": (LIBC + "c.shmget(77, 4096, 0o1666)", LIBC + "print(int(c.shmget(77, 4096, 0o666) >= 0))"),
     "semaphores": (LIBC + "c.semget(77, 1, 0o1666)", LIBC + "print(int(c.semget(77, 1, 0o666) >= 0))"),
     "message queue": (LIBC + "c.msgget(77, 0o1666)", LIBC + "print(int(c.msgget(77, 0o666) >= 0))"),
-    "POSIX queue": (
-        LIBC + "c.mq_open(b'/left', 0o102, 0o666, None)",
-        LIBC + "print(int(c.mq_open(b'/left', 0) >= 0))",
-    ),
+    "POSIX queue": (LIBC + "c.mq_open(b'/left', 0o102, 0o666, None)", LIBC + "print(int(c.mq_open(b'/left', 0) >= 0))"),
     "POSIX shared memory": (
         LIBC + "c.shm_open(b'/left', 0o102, 0o666)",
         LIBC + "print(int(c.shm_open(b'/left', 0, 0) >= 0))",
@@ -387,10 +378,7 @@ CHANNELS_AT_ONCE = CHANNELS | {
         TOOLS + "s = socket.create_server(('127.0.0.1', 7777)); time.sleep(1)",
         TOOLS + "socket.create_connection(('127.0.0.1', 7777), 1); print(1)",
     ),
-    "a signal": (
-        TOOLS + "os.kill(-1, signal.SIGUSR1)",
-        TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))",
-    ),
+    "a signal": (TOOLS + "os.kill(-1, signal.SIGUSR1)", TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))"),
     "a signal to the group": (
         TOOLS + "signal.signal(signal.SIGUSR1, signal.SIG_IGN); os.kill(0, signal.SIGUSR1)",
         TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))",

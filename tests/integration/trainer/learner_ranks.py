@@ -49,10 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # the rank of the adapter's matrices is odd, so that ranks hold unequal parts of them
 SETTINGS["lora"] = {**SETTINGS["grpo"], "policy": {**POLICY, "lora_cfg": {"enabled": True, "dim": 3}}}
-SETTINGS["episodes"] = {
-    **SETTINGS["grpo"],
-    "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False},
-}
+SETTINGS["episodes"] = {**SETTINGS["grpo"], "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False}}
 STEPS, COUNT = 4, 8
 TOKEN_COLUMNS = (
     "mask_reasons",

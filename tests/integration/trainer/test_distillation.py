@@ -98,10 +98,7 @@ def test_a_teacher_with_other_token_ids_is_refused(tiny_model: Path, other_model
     tokens["1"], tokens["2"] = tokens["2"], tokens["1"]
     swapped = type(tokenizer)(vocab=tokens, merges=[], eos_token="<eos>", pad_token="<pad>", unk_token="<pad>")
     swapped.save_pretrained(other_model)
-    with pytest.raises(
-        ServiceError,
-        match=r"tokenizers.*teacher_model_name '.*other'.*differ.*'1' is 7",
-    ):
+    with pytest.raises(ServiceError, match=r"tokenizers.*teacher_model_name '.*other'.*differ.*'1' is 7"):
         Learner(distilled(tiny_model, other_model))
 
 

@@ -19,15 +19,7 @@ from headrace_services.trainer.learning.losses import policy_loss
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, PolicyOutput
 from headrace_services.trainer.network.value_model import HEAD, ValueModel
-from tests.integration.trainer.learner_cases import (
-    by_hand,
-    config,
-    random_batch,
-    sampled,
-    token_ids,
-    unpacked,
-    weights,
-)
+from tests.integration.trainer.learner_cases import by_hand, config, random_batch, sampled, token_ids, unpacked, weights
 from tests.integration.trainer.policy_cases import own_tokens
 from tests.support.trainer import batch, trajectory
 
