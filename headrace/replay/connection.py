@@ -263,7 +263,8 @@ def _settings(retries: int) -> dict[str, Any]:
         "retry": retry,
         "retry_on_error": [RedisConnectionError, RedisTimeoutError],
         "socket_read_size": READ_BYTES,
-        "driver_info": redis.DriverInfo(lib_version=redis.__version__),  # else each connection reads the package's metadata
+        # else each connection reads the package's metadata
+        "driver_info": redis.DriverInfo(lib_version=redis.__version__),
         **_TIMEOUTS,
     }
 
