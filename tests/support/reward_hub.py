@@ -34,7 +34,7 @@ def credit_wait(seconds: float) -> Any:
 
 def hurried(seconds: float) -> Any:
     """For how long the hubs of this process work on a call, whose caller waits for longer than any machine stands still."""
-    return mock.patch.object(rpc, "time_before", lambda deadline_s, most_s: min(deadline_s, seconds))
+    return mock.patch.object(rpc, "time_before", lambda deadline_s, most_s=1.0: min(deadline_s, seconds))
 
 
 def told(seconds: float) -> Any:

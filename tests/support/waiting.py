@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# Longer than a busy virtual machine stands still. Nothing that must happen in time has less, however little it takes.
+STALL_S = 6.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.1
 
 

@@ -29,18 +29,17 @@ from tests.support.noted_program import CALLS
 from tests.support.processes import UNPRIVILEGED
 from tests.support.reward_hub import WAIT_S, scoring, start_hub
 from tests.support.toy_policy import END, ToyPolicy
-from tests.support.waiting import eventually
+from tests.support.waiting import STALL_S, eventually
 
 N = 2
 GROUPS = 2  # of a step
-DEAD_S = 10.0  # without a heartbeat; a runner that stands still for that long with its machine would be charged, too
 SUPPORT = Path(__file__).parents[2] / "support"
 
 pytestmark = pytest.mark.limits(
     prompts_per_step=GROUPS,
     generations_per_prompt=N,
     environments={"talk": EnvironmentLimits(episodes=True)},
-    replica_dead_s=DEAD_S,
+    replica_dead_s=STALL_S,
 )
 
 

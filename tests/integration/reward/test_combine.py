@@ -195,7 +195,7 @@ async def test_hostile_completions_earn_nothing_from_rules_of_text(tmp_path: Pat
         "format": {},
         "digits": {"type": "regex", "pattern": r"^13\d$"},
         "letter": {"type": "math", "extract": "choice"},
-        "box": {"type": "math", "extract": "boxed", "tolerance": 0.01, "timeout_s": 2.0},
+        "box": {"type": "math", "extract": "boxed", "tolerance": 0.01},
     }
     answers = {"letter": "Z"}
     async with start_hub(env, workers=2) as hub:

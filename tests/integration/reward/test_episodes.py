@@ -27,7 +27,7 @@ from headrace.v1 import episode_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 from headrace_services.reward import served as served_module
 from headrace_services.reward.main import sources_of_parts
 from tests.support.raw_environment import raw_environment, scored
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, credit_wait, start_environment, start_hub
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, credit_wait, hurried, start_environment, start_hub
 from tests.support.waiting import eventually
 
 ODD = Path(__file__).parents[2] / "support" / "odd_program.py"
@@ -46,13 +46,13 @@ def episode(session: ScriptedSession | None = None, within_s: float = WAIT_S, **
     return Episode(base_url, key, prompt, public, deadline=time.monotonic() + within_s, environment="odd", group_id="g")
 
 
-async def run(hub: Hub, played: Episode, timeout_s: float = WAIT_S) -> EpisodeOutcome:
+async def run(hub: Hub, played: Episode) -> EpisodeOutcome:
     request = reward_pb2.RunEpisodeRequest(episode=episode_to_wire(played))
-    return outcome_from_wire((await hub.stub.RunEpisode(request, timeout=timeout_s)).outcome)
+    return outcome_from_wire((await hub.stub.RunEpisode(request, timeout=WAIT_S)).outcome)
 
 
-async def score(hub: Hub, played: Episode, timeout_s: float = WAIT_S) -> Score:
-    found = (await run(hub, played, timeout_s)).score
+async def score(hub: Hub, played: Episode) -> Score:
+    found = (await run(hub, played)).score
     assert found is not None
     return found
 
@@ -133,7 +133,8 @@ async def test_a_program_that_is_late_is_timed_out_and_cancelled(start: Start, t
         assert late.status == "TIMED_OUT"
         await eventually((tmp_path / "cancelled").exists)
         # by the call's deadline as well
-        late = await score(hub, episode(do="hang", **touched), timeout_s=2)
+        with hurried(2.0):
+            late = await score(hub, episode(do="hang", **touched))
         assert late.status == "TIMED_OUT"
 
 

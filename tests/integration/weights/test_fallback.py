@@ -20,6 +20,7 @@ from headrace_services.refit.rendezvous import Rendezvous
 from tests.support.buffer import tighten
 from tests.support.nccl_stand_in import GpuTrainer, Nccl, OnGpu, keep_up
 from tests.support.small_replica import installed, running
+from tests.support.waiting import STALL_S
 
 TIMELINE = "timeline-1"
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ async def test_a_replica_that_nccl_kills_each_time_gets_the_weights_by_gloo(
     replay: ReplayClient, redis_url: str, limits: Limits, tiny_model: Path, nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # one way of NCCL is enough
-    await tighten(replay, limits, replica_dead_s=2.0)
+    await tighten(replay, limits, replica_dead_s=STALL_S)
     await replay.rewind(0, TIMELINE)
     nccl.fails = {("nccl-blocking", True): nccl.hang}
     run = Run(replay, tiny_model, "auto")

@@ -17,7 +17,7 @@ from headrace_services.refit.channel import Channel
 from tests.support.buffer import tighten
 from tests.support.nccl_stand_in import MOMENTS, GpuTrainer, Moment, Nccl, OnGpu, start_doomed
 from tests.support.small_replica import running
-from tests.support.waiting import eventually
+from tests.support.waiting import STALL_S, eventually
 
 TIMELINE = "timeline-1"
 NIGHTLY = pytest.mark.nightly  # calls to a half group end with its timeout
@@ -51,7 +51,7 @@ async def pair(
 ) -> AsyncIterator[Pair]:
     others = {*threading.enumerate()}  # a test before may have left a call behind that ends later
     monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # one way of NCCL is enough
-    await tighten(replay, limits, replica_dead_s=2.0)
+    await tighten(replay, limits, replica_dead_s=STALL_S)
     await replay.rewind(0, TIMELINE)
     pair = Pair(replay, tiny_model)
     async with running(pair.survivor.run()):

@@ -31,6 +31,7 @@ from tests.support.engines import TIMELINE, TOLERANCE, Engines, Replica, setting
 from tests.support.learner_source import LearnerSource
 from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
+from tests.support.waiting import STALL_S
 
 FAULTS = {
     "tensor": "1 parameters of the engine differ from what was received, the first is model.layers.1.self_attn.qkv_proj.bias",
@@ -254,7 +255,7 @@ async def test_a_tensor_parallel_replica_takes_the_epoch_after_a_failed_one(run:
 
 @IN_BFLOAT16
 async def test_a_replica_that_hangs_midway_is_left_out(run: Run, limits: Limits) -> None:
-    await tighten(run.replay, limits, replica_dead_s=3.0)
+    await tighten(run.replay, limits, replica_dead_s=STALL_S)
     victim = await run.join("faulty", "b")
     async with run.with_small_replica() as other:
         run.source.during[3] = lambda: victim.signal(signal.SIGSTOP)
@@ -276,7 +277,7 @@ async def test_with_no_live_replica_the_report_has_no_members(run: Run) -> None:
 
 @IN_BFLOAT16
 async def test_a_replica_killed_midway_costs_one_retry(run: Run, limits: Limits) -> None:
-    await tighten(run.replay, limits, replica_dead_s=3.0)
+    await tighten(run.replay, limits, replica_dead_s=STALL_S)
     victim = await run.join("faulty", "b")  # no test comes after this one
     async with run.with_small_replica() as other:
         assert set((await run.refit(0)).verified) == {other.id, "b"}
