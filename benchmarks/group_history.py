@@ -34,15 +34,13 @@ from headrace_services.trainer.data import Problem
 PROBLEMS, FILE, AT_ONCE = 100_000, "/data/problems.jsonl", 2_000
 
 
-class Questions:
-    def find(self, lane: Lane, order: int) -> tuple[Problem, int | None] | None:
-        index = order % PROBLEMS
-        number = index * 7919 % 1_000_003
-        question = f"Question {number}: a train leaves at {number % 24}:{number % 60:02} and travels {number} km. How long does it take?"
-        message = {"role": "user", "content": question}
-        return Problem(
-            index, (message,), {"answer": str(number)}, "math", "trains", row=(FILE, index + 1)
-        ), order // PROBLEMS
+def find_question(lane: Lane, order: int) -> tuple[Problem, int | None]:
+    index = order % PROBLEMS
+    number = index * 7919 % 1_000_003
+    question = f"Question {number}: a train leaves at {number % 24}:{number % 60:02} and travels {number} km. How long does it take?"
+    message = {"role": "user", "content": question}
+    problem = Problem(index, (message,), {"answer": str(number)}, "math", "trains", row=(FILE, index + 1))
+    return problem, order // PROBLEMS
 
 
 def events_of(order: int, ms: int) -> list[GroupEvent]:
@@ -78,7 +76,7 @@ def make(folder: Path, groups: int, first_ms: int = 1_764_000_000_000, ms_per_gr
         waiting.sort(key=lambda event: event.cursor)
         until = (first_ms + end * ms_per_group, 0)
         count = bisect(waiting, until, key=lambda event: event.cursor) if end < groups else len(waiting)
-        write_file(folder, to_columns(waiting[:count], Questions()))
+        write_file(folder, to_columns(waiting[:count], find_question))
         merge_files(folder)
         del waiting[:count]
 

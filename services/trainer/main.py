@@ -187,7 +187,9 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 snapshots=snapshots,
                 journal=journal,
                 lineage=lineage,
-                history=HistoryWriter(config.run_folder / group_files.FOLDER, replay, retry, resumed.timeline, prompts),
+                history=HistoryWriter(
+                    config.run_folder / group_files.FOLDER, replay, retry, resumed.timeline, prompts.find
+                ),
                 gauges=gauges,
                 prompts=prompts,
                 feeder=Feeder(config, replay, retry, resumed.timeline, prompts, journal),

@@ -12,13 +12,11 @@ from headrace_services.trainer.control.history_writer import to_columns
 from headrace_services.trainer.data import Problem
 
 
-class Sums:
+def find_sum(lane: Lane, order: int) -> tuple[Problem, int | None]:
     """Problem `order` is the sum of it and 1, in line `order` + 1 of a file."""
-
-    def find(self, lane: Lane, order: int) -> tuple[Problem, int | None] | None:
-        messages = ({"role": "user", "content": f"what is {order}+1?"},)
-        info = {"answer": f"sum {order + 1}"}
-        return Problem(order, messages, info, "math", "addition", row=("/data/sums.jsonl", order + 1)), 0
+    messages = ({"role": "user", "content": f"what is {order}+1?"},)
+    info = {"answer": f"sum {order + 1}"}
+    return Problem(order, messages, info, "math", "addition", row=("/data/sums.jsonl", order + 1)), 0
 
 
 def events(*told: tuple[str, str | None, dict[str, object]], start: int = 1_000, step: int = 1) -> list[GroupEvent]:
@@ -45,4 +43,4 @@ def life(
 
 
 def write(folder: Path, rows: Iterable[GroupEvent]) -> Path:
-    return write_file(folder, to_columns(list(rows), Sums()))
+    return write_file(folder, to_columns(list(rows), find_sum))

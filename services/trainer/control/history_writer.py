@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.net import tracing
@@ -34,10 +34,8 @@ PERIOD_S = 5.0
 # Entries in one file. As many are read and turned into rows in about 0.1 s, in a thread.
 ENTRIES = 10_000
 _PROMPT = ("epoch", "environment", "task", "prompt", "messages", "expected", "file", "line")
-
-
-class Problems(Protocol):
-    def find(self, lane: Lane, order: int) -> tuple[Problem, int | None] | None: ...
+# `Prompts.find`
+FindProblem = Callable[[Lane, int], tuple[Problem, int | None] | None]
 
 
 class HistoryWriter:
@@ -49,13 +47,13 @@ class HistoryWriter:
     """
 
     def __init__(
-        self, folder: Path, replay: ReplayClient, retry: BufferRetry, timeline: str, prompts: Problems
+        self, folder: Path, replay: ReplayClient, retry: BufferRetry, timeline: str, find: FindProblem
     ) -> None:
         self._folder = folder
         self._replay = replay
         self._retry = retry
         self._timeline = timeline
-        self._prompts = prompts
+        self._find = find
         self._lost = 0  # as written last
         self._spans: GroupSpans | None = None
         self._task: asyncio.Task[None] | None = None
@@ -115,7 +113,7 @@ class HistoryWriter:
             rows.append(GroupEvent(rows[-1].id, rows[-1].part + 1, "lost", lost=lost))
         ended = list(self._end_spans(rows)) if tracing.is_on() else []
         try:
-            write_file(self._folder, to_columns(rows, self._prompts))
+            write_file(self._folder, to_columns(rows, self._find))
         except OSError as error:
             raise cannot_write(self._folder, error) from error
         for span in ended:
@@ -149,17 +147,17 @@ def _read_events(folder: Path) -> Iterator[GroupEvent]:
             log.warning("traces lack what came before: %s", error)
 
 
-def to_columns(rows: Sequence[GroupEvent], prompts: Problems) -> dict[str, Sequence[Any]]:
+def to_columns(rows: Sequence[GroupEvent], find: FindProblem) -> dict[str, Sequence[Any]]:
     """Return the columns of these events, with the prompts of groups that were enqueued."""
     columns: dict[str, Sequence[Any]] = dict(zip(GroupEvent._fields, zip(*rows, strict=True), strict=True))
     columns["time"] = [row.cursor[0] for row in rows]
-    told = [dict(_read_prompt(row, prompts)) if row.what == "enqueued" else {} for row in rows]
+    told = [dict(_read_prompt(row, find)) if row.what == "enqueued" else {} for row in rows]
     return columns | {name: [each.get(name) for each in told] for name in _PROMPT}
 
 
-def _read_prompt(row: GroupEvent, prompts: Problems) -> Iterator[tuple[str, Any]]:
+def _read_prompt(row: GroupEvent, find: FindProblem) -> Iterator[tuple[str, Any]]:
     yield "environment", row.environment
-    found = prompts.find("validation" if row.lane == "validation" else "train", row.order or 0)
+    found = find("validation" if row.lane == "validation" else "train", row.order or 0)
     if found is None:
         return  # of a data set that has become shorter since
     problem, epoch = found

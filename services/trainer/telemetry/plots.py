@@ -67,10 +67,10 @@ async def on_drawing_thread(draw: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
+    """A `metric` that ends in `/<…>` stands for all metrics that match it, each with its own name after the label."""
+
     label: str
-    metric: (
-        str  # a name that ends in `/<…>` stands for all metrics that match it, each with its own name after the label
-    )
+    metric: str
     kind: Kind = "train"
 
 

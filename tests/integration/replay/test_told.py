@@ -15,7 +15,7 @@ from headrace.run.group_query import GroupQuery
 from headrace_services.trainer.control import history_writer
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from tests.support.buffer import begin, enqueue, generate, make_group, nonce, push_all, reserve, score_all
-from tests.support.group_events import Sums
+from tests.support.group_events import find_sum
 
 HISTORY = 100_000  # entries that the stream has at most (_run.lua)
 
@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 
 async def writer_of(replay: ReplayClient, folder: Path) -> HistoryWriter:
-    return HistoryWriter(folder, replay, BufferRetry(1.0), (await replay.state()).timeline, Sums())
+    return HistoryWriter(folder, replay, BufferRetry(1.0), (await replay.state()).timeline, find_sum)
 
 
 async def write(replay: ReplayClient, folder: Path) -> GroupHistory:

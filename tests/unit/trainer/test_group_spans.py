@@ -15,7 +15,7 @@ from headrace.replay import BufferRetry, ReplayClient
 from headrace_services.trainer.control.group_spans import GroupSpans
 from headrace_services.trainer.control.history_writer import HistoryWriter
 from tests.support.collector import collecting
-from tests.support.group_events import Sums, events, life
+from tests.support.group_events import events, find_sum, life
 
 RUN = "adder"
 
@@ -104,7 +104,7 @@ async def test_a_trainer_that_goes_on_knows_when_the_group_began(
             monkeypatch.setenv(name, value)
         for buffer in (first, second):
             with tracing.exporting(TelemetryConfig(), "trainer", RUN):
-                writer = HistoryWriter(tmp_path, cast(ReplayClient, buffer), BufferRetry(), "t", Sums())
+                writer = HistoryWriter(tmp_path, cast(ReplayClient, buffer), BufferRetry(), "t", find_sum)
                 await writer.write_all()
         spans = collector.wait(3)
     assert [(span.name, span.seconds) for span in spans] == [

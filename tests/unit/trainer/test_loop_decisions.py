@@ -190,15 +190,20 @@ def test_a_validation_of_episodes_that_nobody_runs_ends_the_run() -> None:
     assert at(**validating, runner_at=70.0) is Action.FAIL
 
 
-@pytest.mark.parametrize("reply", [None, End(unused=1)])
-def test_the_end_is_saved_validated_and_then_finished(reply: End | None) -> None:
-    version = 10 if reply is None else 3
-    end = {"version": version, "reply": reply}
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"version": 10, "reply": None},
+        {"version": 3, "reply": End(unused=1)},
+        {"version": 3, "reply": Reservation(3, (), ()), "target_reached": True},
+    ],
+)
+def test_the_end_is_saved_validated_and_then_finished(end: dict[str, object]) -> None:
     assert at(**end, refitted=False) is Action.CHECKPOINT
     assert at(**end, refitted=False, saved=True) is Action.REFIT
     assert at(**end, saved=True) is Action.VALIDATE
     validating = {**end, "saved": True, "validated": True}
-    assert at(**validating, validating=version, awaited_since=None) is Action.AWAIT_VALIDATION
+    assert at(**validating, validating=end["version"], awaited_since=None) is Action.AWAIT_VALIDATION
     assert at(**validating) is Action.FINISH
 
 
@@ -234,13 +239,6 @@ def test_when_versions_are_validated() -> None:
     assert dataclasses.replace(PLAN, val_period=1).validates(7, final=False)
     late = dataclasses.replace(PLAN, val_start_at=10, val_at_start=True)
     assert [version for version in range(12) if late.validates(version, final=version == 11)] == [0, 10, 11]
-
-
-def test_a_validation_at_its_threshold_ends_the_run_with_a_checkpoint() -> None:
-    reached = {"target_reached": True, "reply": Reservation(3, (), ())}
-    assert at(**reached) is Action.CHECKPOINT
-    assert at(**reached, saved=True) is Action.VALIDATE  # val_at_end
-    assert at(**reached, saved=True, validated=True) is Action.FINISH
 
 
 def test_a_checkpoint_comes_early_where_time_runs_out() -> None:

@@ -19,7 +19,7 @@ from headrace_services.trainer.control.rank import LeadRank
 from headrace_services.trainer.control.snapshots import Snapshots
 from headrace_services.trainer.distributed.ranks import Ranks
 from headrace_services.trainer.distributed.sharding import ModelShard
-from headrace_services.trainer.learning.optimizer import ModelOptimizer, snapshot_training
+from headrace_services.trainer.learning.optimizer import LearningRate, ModelOptimizer, snapshot_training
 
 
 def state(version: int, timeline: str = "a1") -> CheckpointState:
@@ -45,7 +45,7 @@ def snapshots(tmp_path: Path, checkpoints: Checkpoints) -> Snapshots:
 class Still:
     """An optimizer without moments, of rank 0 of so many."""
 
-    scheduled = 0
+    rate = LearningRate(1e-3, [], "policy")
 
     def __init__(self, ranks: int) -> None:
         self.shard = ModelShard(0, ranks, writes=True)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import CodecError
-from headrace_services.refit.manifest import ITEM_BYTES, Manifest
+from headrace_services.refit.manifest import Manifest
 
 shapes = st.lists(st.integers(1, 9), max_size=3)
 tensors = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "int64"]), shapes), min_size=1, max_size=20)
@@ -48,10 +48,6 @@ def test_layers_are_cut_only_where_they_are_larger_than_a_bucket() -> None:
     ]
     small = Manifest(made.names, made.dtypes, made.shapes, 16)
     assert [len(bucket.tensors) for bucket in small.buckets()] == 7 * [1]
-
-
-def test_a_scalar_is_one_item() -> None:
-    assert manifest(("int64", [])).nbytes == ITEM_BYTES["int64"]
 
 
 @given(tensors)
