@@ -59,7 +59,7 @@ class Helm:
         file.write_text(json.dumps(values))
         done = self.run("template", release, CHART, "--namespace", NAMESPACE, "--values", file, *options)
         assert done.returncode == 0, done.stderr
-        return [document for document in yaml.safe_load_all(done.stdout) if document]
+        return [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
 
     def lint(self, values: Mapping[str, Any]) -> str:
         """Return what `helm lint --strict` finds; nothing if all is well."""

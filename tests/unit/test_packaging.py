@@ -135,15 +135,15 @@ def locked(*names: str) -> dict[str, set[str]]:
     return versions
 
 
-def declared(*extras: str) -> Iterator[Requirement]:
+@functools.cache
+def declared(*extras: str) -> list[Requirement]:
     """What pyproject.toml asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    found: list[Requirement] = []
     for requirement in map(Requirement, lines):
-        if requirement.name == "headrace":
-            yield from declared(*requirement.extras)
-        else:
-            yield requirement
+        found += declared(*requirement.extras) if requirement.name == "headrace" else [requirement]
+    return found
 
 
 def asked(engine: str, *extras: str) -> Iterator[Requirement]:

@@ -177,9 +177,14 @@ class ModelSize:
         return sum(map(math.prod, self.trained))
 
     @functools.cached_property
+    def largest_two(self) -> list[int]:
+        """The numbers of elements of the two largest weights."""
+        return sorted(map(math.prod, self.shapes), reverse=True)[:2]
+
+    @property
     def largest(self) -> int:
         """The number of elements of the largest weight."""
-        return max(map(math.prod, self.shapes))
+        return self.largest_two[0]
 
     @functools.cached_property
     def largest_adapted(self) -> int:

@@ -183,8 +183,7 @@ def total(parts: Parts) -> int:
 def buckets(size: ModelSize, width: int, bucket: int) -> int:
     """Return the most bytes that the weight channel's two buffers take. A weight of more than `bucket` bytes travels in its own bucket, and
     buckets use the buffers in turn."""
-    largest = sorted((width * math.prod(shape) for shape in size.shapes), reverse=True)[:2]
-    return sum(max(bucket, nbytes) for nbytes in largest)
+    return sum(max(bucket, width * count) for count in size.largest_two)
 
 
 def _refit(size: ModelSize, sent: int, bucket: int, *, shards: int, gathers: bool) -> Parts:
