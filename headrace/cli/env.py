@@ -88,6 +88,10 @@ def attach(
     log_lines()
     target = environment_file.complete_target(target)
     file, attached, changed = environment_file.path_of(target), None, True
+
+    def has_changed() -> bool:
+        return reload and signature(file) != seen
+
     while changed:
         seen = signature(file)  # before the file is read, so that a later write counts as another change
         try:
@@ -101,7 +105,7 @@ def attach(
             if attached is None:
                 raise
             _log.error("%s\nThe previous environment stays attached until the file is fixed.", error)
-        changed = attached.wait(lambda seen=seen: reload and signature(file) != seen)
+        changed = attached.wait(has_changed)
 
 
 @app.command("list")
