@@ -31,7 +31,7 @@ from headrace.env.environment import Environment, Sample
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.env.kit import conformance
 from headrace.env.kit.conformance import Finding
-from headrace.env.kit.example_samples import ODD_COMPLETIONS, GoldenSample, read_samples, sample
+from headrace.env.kit.example_samples import ODD_COMPLETIONS, GoldenSample, as_messages, read_samples, sample
 from headrace.env.kit.scripted_policy import Answers, PolicyCall, ScriptedPolicy
 from headrace.env.server import serving
 from headrace.env.wire import episode_to_wire, outcome_from_wire, sample_to_wire
@@ -104,14 +104,13 @@ class Served:
         """Run the environment's program, whose calls get these answers: texts or whole messages in turn, or the results of a function of a
         call's messages. Once they are used up, a call is refused as beyond a limit of the run. `prompt` is the user's message, or all
         messages; `fields` are other fields of `headrace.Episode`."""
-        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
         with ScriptedPolicy() as policy:
             session = policy.session(answers)
             given = {"group_id": f"test-{secrets.token_hex(8)}", **fields}
             episode = Episode(
                 session.base_url,
                 session.api_key,
-                messages,
+                as_messages(prompt),
                 dict(public or {}),
                 deadline=time.monotonic() + timeout_s,
                 **given,

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.config.explain import known_keys, pattern
 from headrace.config.in_yaml import without_password
-from headrace.config.keys import Keys
+from headrace.config.keys import Keys, leaves
 from headrace.config.marks import Mark
 from headrace.config.root import Config
 
@@ -81,13 +81,9 @@ def _differs(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> bool:
     return (old[key] if key in old else new[key]) not in (None, {}, [])
 
 
-def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a tree, with their values: `a.b`, and `a.0` for an item of a list."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not items:
-        yield prefix, value
-    for key, inner in items:
-        yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    return ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(value))
 
 
 def _show(value: Any) -> str:

@@ -7,12 +7,12 @@ has its default. `\\${` is the text `${`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.base.errors import ConfigError
 from headrace.config.in_yaml import in_yaml
-from headrace.config.keys import ItemPath, Keys
+from headrace.config.keys import ItemPath, Keys, item_at, leaves
 from headrace.config.references import Expression, Reference, hide_values, of_variables
 
 MISSING = "???"
@@ -25,7 +25,7 @@ def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     Arithmetic on whole numbers stays whole, except for `div`, which gives a float. Raises `ConfigError`, with one line for each value that
     can't be resolved.
     """
-    found = dict(_expressions(values, ()))
+    found = _expressions(values)
     if not found:
         return values
     results, problems = _evaluate(found, whole)
@@ -38,7 +38,7 @@ def resolve(values: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 def from_environment(values: dict[str, Any], whole: dict[str, Any], resolved: Any) -> list[tuple[Keys, Reference]]:
     """Return the references of everything in `resolved`, which `resolve` made of `values`, that came from a variable, with their keys. A
     reference reads variables alone, and no other keys."""
-    found = dict(_expressions(values, ()))
+    found = _expressions(values)
     if not any("oc.env" in text for text in found.values()):
         return []
     from headrace.config.resolvers import Evaluation, OmegaConfBaseException, Unread
@@ -59,9 +59,7 @@ def from_environment(values: dict[str, Any], whole: dict[str, Any], resolved: An
                 compare((*keys, str(number)), value[number], inner)
 
     for place, text in found.items():
-        value = resolved
-        for key in place:
-            value = value[key]
+        value = item_at(resolved, place)
         try:
             compare(tuple(map(str, place)), value, evaluation.result(place))
         except OmegaConfBaseException:  # what it does with the variable can't be done with a mark
@@ -72,15 +70,12 @@ def from_environment(values: dict[str, Any], whole: dict[str, Any], resolved: An
 
 def expressions(values: Any) -> dict[tuple[str, ...], str]:
     """Return the interpolations in `values`, by their keys as text."""
-    return {tuple(map(str, keys)): text for keys, text in _expressions(values, ())}
+    return {tuple(map(str, keys)): text for keys, text in _expressions(values).items()}
 
 
-def _expressions(value: Any, keys: ItemPath) -> Iterator[tuple[ItemPath, str]]:
-    if isinstance(value, str) and ("${" in value or value == MISSING):
-        yield keys, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from _expressions(inner, (*keys, key))
+def _expressions(values: Any) -> dict[ItemPath, str]:
+    texts = ((keys, value) for keys, value in leaves(values) if isinstance(value, str))
+    return {keys: text for keys, text in texts if "${" in text or text == MISSING}
 
 
 def _replace(value: Any, keys: ItemPath, results: Mapping[ItemPath, Any]) -> Any:

@@ -22,7 +22,7 @@ from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import Inherited, as_written, merge, read
 from headrace.config.interpolate import expressions, from_environment, resolve
-from headrace.config.keys import Keys
+from headrace.config.keys import Keys, item_at, leaves, look
 from headrace.config.marks import Mark
 from headrace.config.references import Reference, hide_values, of_variable
 from headrace.config.root import Config
@@ -127,7 +127,7 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
             run["dir"] = str(here.parent)  # the folder was moved
     elif not _is_saved(Path(path), values):
         _find_in(values, Mark.READ, folder)
-    if not any(_gives(inherited.values, key.split(".")) for key in NEMO_RL_KEYS):
+    if all(look(inherited.values, key) is None for key in NEMO_RL_KEYS):
 
         def origin(keys: Keys) -> str:
             return _origin(origins, inherited, written, unresolved, keys)
@@ -200,10 +200,9 @@ def _of_variables(
             name = names.get(variable_name(keys[:depth]))
             if name is None:
                 continue
-            for inner, text in _texts(_at(values, place), ()):
-                item = (*keys[depth:], *inner)
-                if _is_item(text, environ[name], item):
-                    there = (*place, *inner)
+            for inner, text in leaves(item_at(values, place)):
+                item, there = ((*above, *map(str, inner)) for above in (keys[depth:], place))
+                if isinstance(text, str) and "${" not in text and _is_item(text, environ[name], item):
                     last = next(key for key in reversed(there) if not key.isdecimal())
                     references[there] = Reference(last, text, of_variable(name, item))
             break
@@ -216,21 +215,6 @@ def _is_item(text: str, variable: str, keys: Keys) -> bool:
         return text == (find_item(variable, *keys) if keys else variable)
     except (LookupError, TypeError, ValueError):
         return False  # the command line put it there
-
-
-def _at(values: Any, keys: Keys) -> Any:
-    for key in keys:
-        values = values[int(key)] if isinstance(values, list) else values[key]
-    return values
-
-
-def _texts(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
-    """Yield the text in a value, without interpolations, with its keys."""
-    if isinstance(value, str) and "${" not in value:
-        yield keys, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from _texts(inner, (*keys, str(key)))
 
 
 def _is_plain(keys: Keys) -> bool:
@@ -306,12 +290,6 @@ def _holders(values: Any, places: Iterable[Keys], above: Keys = ()) -> Iterator[
         elif isinstance(values, dict):
             for key in values if keys[0] == "*" else keys[:1]:
                 yield from _holders(values.get(key), [keys[1:]], (*above, key))
-
-
-def _gives(values: Any, keys: Sequence[str]) -> bool:
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values is not None
 
 
 def _takes_text(annotation: Any) -> bool:

@@ -12,6 +12,7 @@ import yaml
 
 from headrace.base.errors import ConfigError
 from headrace.config.in_yaml import escape, in_yaml
+from headrace.config.keys import item_at
 from headrace.config.limits import MAX_DEPTH, MAX_NODES
 from headrace.config.references import Expression
 from headrace.config.root import Config
@@ -186,11 +187,8 @@ def _read(kind: Any, text: str) -> Any:
 
 
 def find_item(text: str, *keys: str) -> Any:
-    """Return the item at `keys` of `text`, a YAML document. Raises `ConfigError` or `LookupError`."""
-    value = parse(text, "a variable of the environment")
-    for key in keys:
-        value = value[int(key)] if isinstance(value, list) else value[key]
-    return value
+    """Return the item at `keys` of `text`, a YAML document. Raises `ConfigError`, and as `item_at` does."""
+    return item_at(parse(text, "a variable of the environment"), keys)
 
 
 def _with_remedy(problem: str) -> str:

@@ -25,7 +25,7 @@ class KeyGuard:
         if scope["type"] == "lifespan" or self._admits(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            from starlette.responses import JSONResponse  # it is vLLM's, and this module the command's too
+            from fastapi.responses import JSONResponse  # it is vLLM's, and this module the command's too
 
             error = {"message": "give the API key as `Authorization: Bearer KEY`", "code": 401}
             await JSONResponse({"error": error}, 401, {"www-authenticate": "Bearer"})(scope, receive, send)

@@ -23,8 +23,6 @@ Lane = Literal["train", "validation"]
 FinishReason = Literal["stop", "length"]
 Message = dict[str, Any]
 
-LANES = ("train", "validation")
-
 
 class Span(NamedTuple):
     """A range of completion tokens `[start, end)` that were sampled from the weights of `version`."""

@@ -214,12 +214,12 @@ def _metrics(entries: Any) -> list[tuple[str, str, int, dict[str, float]]]:
     ]
 
 
-def frequent(reasons: Sequence[str], most: int = 3) -> list[str]:
-    """Return the most frequent reasons, each with its count. Reasons that differ only in numbers count as one, shown by the first."""
+def frequent(reasons: Sequence[str]) -> list[str]:
+    """Return the three most frequent reasons, each with its count. Reasons that differ only in numbers count as one, shown by the first."""
     first: dict[str, str] = {}
     times: Counter[str] = Counter()
     for reason in reasons:
         kind = alike(reason)
         first.setdefault(kind, " ".join(reason.split())[:300])
         times[kind] += 1
-    return [f"{count} x {first[kind]}" for kind, count in times.most_common(most)]
+    return [f"{count} x {first[kind]}" for kind, count in times.most_common(3)]

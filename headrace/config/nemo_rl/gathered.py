@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 from headrace.config.in_yaml import in_yaml
+from headrace.config.keys import look
 from headrace.config.nemo_rl.in_force import ITS_ENVIRONMENTS, has_episodes
-from headrace.config.nemo_rl.values import look, named_environments
+from headrace.config.nemo_rl.values import named_environments
 
 Refuse = Callable[[str, str], None]  # takes a key of the file, and what is wrong with it
 # takes the whole file and yields (Headrace's key, value, key in the file)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.config.in_yaml import in_yaml
+from headrace.config.keys import look
 from headrace.config.loss import CLIP_KEYS
 from headrace.config.nemo_rl.rules import ENABLED, MISSPELT_SWITCH
-from headrace.config.nemo_rl.values import environment, look, named_environments, off, sources
+from headrace.config.nemo_rl.values import environment, named_environments, off, sources
 
 Said = tuple[str, str]
 

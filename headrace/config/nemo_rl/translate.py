@@ -13,7 +13,7 @@ from typing import Any
 from headrace.config.explain import known_keys, nearest, pattern, similar
 from headrace.config.in_yaml import in_yaml
 from headrace.config.inherit import as_written
-from headrace.config.keys import Keys
+from headrace.config.keys import Keys, look
 from headrace.config.nemo_rl.gathered import GATHERERS
 from headrace.config.nemo_rl.in_force import (
     ITS_ENVIRONMENTS,
@@ -22,7 +22,7 @@ from headrace.config.nemo_rl.in_force import (
     unclear_switches,
 )
 from headrace.config.nemo_rl.rules import TABLE, Rule
-from headrace.config.nemo_rl.values import look, named_environments, off, sources
+from headrace.config.nemo_rl.values import named_environments, off, sources
 
 # what such a file means implicitly; keys of `grpo` and `ppo` apply to a file that has that section
 IMPLIED: dict[str, Any] = {

@@ -7,18 +7,9 @@ from typing import Any, get_args
 
 from headrace.config.data import OWN_CODE, Generator, HubName, ProcessorName
 from headrace.config.in_yaml import in_yaml
-from headrace.config.keys import Keys
+from headrace.config.keys import Keys, look
 
 Whole = Mapping[str, Any]  # the whole file
-
-
-def look(whole: Any, key: str, default: Any = None) -> Any:
-    """Return the value at a dotted key, or `default`."""
-    for part in key.split("."):
-        if not isinstance(whole, Mapping) or part not in whole:
-            return default
-        whole = whole[part]
-    return whole
 
 
 def sources(whole: Any, part: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
-from headrace.env.kit.example_samples import GoldenSample
+from headrace.env.kit.example_samples import GoldenSample, as_messages
 from headrace.env.kit.scripted_policy import Answers, ScriptedPolicy, ScriptedSession
 from headrace.env.wire import episode_to_wire, outcome_from_wire
 from headrace.records.trajectory import Message
@@ -150,11 +150,10 @@ class EpisodeExamination:
 
 
 def _request(session: ScriptedSession, each: GoldenSample, within_s: float) -> pb.EnvironmentServiceRunEpisodeRequest:
-    messages = ({"role": "user", "content": each.prompt},) if isinstance(each.prompt, str) else each.prompt
     episode = Episode(
         session.base_url,
         session.api_key,
-        messages,
+        as_messages(each.prompt),
         each.extra_env_info,
         EpisodeLimits(calls=_MOST_CALLS),
         time.monotonic() + within_s,

@@ -43,6 +43,11 @@ ODD_COMPLETIONS: Mapping[str, str] = {
 }
 
 
+def as_messages(prompt: str | Sequence[Message]) -> tuple[Message, ...]:
+    """Return a prompt as messages: a text is the user's."""
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
+
+
 def sample(
     completion: str = "4",
     extra_env_info: Mapping[str, Any] | None = None,
@@ -61,8 +66,8 @@ def sample(
         "idempotency_key": key,
         **fields,
     }
-    messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
-    return Sample(completion, {"answer": "4"} if extra_env_info is None else dict(extra_env_info), messages, **given)
+    info = {"answer": "4"} if extra_env_info is None else dict(extra_env_info)
+    return Sample(completion, info, as_messages(prompt), **given)
 
 
 class GoldenSample(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,7 +135,7 @@ class LabelledCompletion(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        return ({"role": "user", "content": self.prompt},) if isinstance(self.prompt, str) else self.prompt
+        return as_messages(self.prompt)
 
 
 def read_samples(path: Path) -> list[GoldenSample]:
