@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train_step import trajectories_of
 from headrace.base.errors import ServiceError
-from headrace.base.model_name import model_is_here
+from headrace.base.model_name import MODEL
 from headrace.config import Config, load
 from headrace.records.score import Score
 from headrace.records.trajectory import Trajectory
@@ -73,7 +73,7 @@ def find_model(size: Size, folder: Path, device: str, wanted: str | None) -> tup
     """The model that the parts use, and what its weights are. Raises `ServiceError` if one is `wanted` that is not here."""
     name = wanted or load(EXAMPLE, [], {}).policy.model_name
     if wanted is not None or not size.shape:
-        if model_is_here("--model", name):
+        if MODEL.is_here("--model", name):
             return name, f"{name}'s own"
         if wanted is not None:
             raise ServiceError(

@@ -48,6 +48,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
     unfinished.replace(path)
 
 
+def write_json(path: Path, value: object) -> None:
+    """Replace a file by JSON that `read_json` reads. Raises `OSError`."""
+    with atomic_write(path) as unfinished:
+        unfinished.write_bytes(msgspec.json.encode(value))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file by one that only its owner can read: an address may hold a password. Raises `OSError`."""
+    with atomic_write(path) as unfinished:
+        unfinished.unlink(missing_ok=True)
+        unfinished.touch(mode=0o600)
+        unfinished.write_bytes(data)
+
+
 def fsync(path: Path) -> None:
     """Flush the content of a file, or the names in a folder, to disk. Once this returns, they survive a power cut."""
     handle = os.open(path, os.O_RDONLY)

@@ -26,116 +26,98 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 2.0
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
+    """What a key names: a directory with at least one of these `files`, or a model of the Hub that has one."""
+
     name: str
-    files: tuple[str, ...]  # every directory of this kind has at least one of them
+    files: tuple[str, ...]
     remedy: str
 
+    def is_here(self, key: str, name: str) -> bool:
+        """Whether `name`, the value of the configuration's `key`, is such a directory or in the Hub's cache. Otherwise it has the form of a
+        name on the Hub, which is not contacted. Raises `ServiceError` for any other name, and for a directory with an unusable file."""
+        if self._is_directory(key, name):
+            return True
+        try:
+            return self._is_cached(name)
+        except (
+            ImportError
+        ):  # huggingface_hub comes with the libraries that load models, so not with the base installation
+            return False
 
-_MODEL = _Kind(
+    def check(self, key: str, name: str) -> None:
+        """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names one.
+
+        Call it before anything heavy starts: the libraries that load models query the Hub again and again for a misspelt path. A name that
+        is neither a directory nor in the Hub's cache is looked up on the Hub once, with the Hub client's own timeouts and retries, if there
+        is a network, and not at all with HF_HUB_OFFLINE=1.
+        """
+        if not self._is_directory(key, name):
+            self._check_hub(key, name)
+
+    def _is_directory(self, key: str, name: str) -> bool:
+        path = Path(name)
+        if path.is_dir():
+            if not any((path / file).is_file() for file in self.files):
+                raise ServiceError(f"{key}: {name} has no {' or '.join(self.files)}; {self.remedy}")
+            if (problem := problem_of_model(path)) is not None:
+                raise ServiceError(f"{key}: {problem}")
+            return True
+        if is_no_hub_name(name):
+            raise ServiceError(f"{key}: the directory {name} does not exist; {self.remedy}")
+        return False
+
+    def _is_cached(self, name: str) -> bool:
+        from huggingface_hub import try_to_load_from_cache
+
+        return any(isinstance(try_to_load_from_cache(name, file), str) for file in self.files)
+
+    def _check_hub(self, key: str, name: str) -> None:
+        from huggingface_hub import constants, hf_hub_download
+        from huggingface_hub.errors import RemoteEntryNotFoundError
+
+        try:
+            if self._is_cached(name):
+                return
+            log.info(
+                "%s: %s is not a directory here; asking the Hugging Face Hub for a %s of that name",
+                key,
+                name,
+                self.name,
+            )
+            _reach_hub(name, self.files[0])
+            for file in self.files[:-1]:
+                try:
+                    hf_hub_download(name, file)
+                except RemoteEntryNotFoundError:
+                    continue
+                return
+            hf_hub_download(name, self.files[-1])
+        except (OSError, ValueError) as error:
+            # the message is about connections and caches; the cause names the problem
+            lines = str(error.__cause__ or error).strip().splitlines()
+            reason = lines[0] if lines else type(error).__name__
+            raise ServiceError(
+                f"{key}: {name} is not a local directory, and no {self.name} of that name was found on the Hugging Face Hub "
+                f"({reason}{url_through_proxy(constants.ENDPOINT)}); {self.remedy}"
+            ) from error
+
+
+MODEL = Kind(
     "model",
     ("config.json",),
     "give the directory of a Hugging Face causal language model, or the name of one on the Hugging Face Hub or in HF_HOME",
 )
-_TOKENIZER = _Kind(
+TOKENIZER = Kind(
     "tokenizer",
     ("tokenizer_config.json", "tokenizer.json"),
     "give the directory of a Hugging Face tokenizer, or the name of a model on the Hugging Face Hub or in HF_HOME that has one",
 )
 
 
-def model_is_here(key: str, name: str) -> bool:
-    """Whether `name`, the value of the configuration's `key`, is a model's directory or in the Hub's cache. Otherwise it has the form of a
-    name on the Hub, which is not contacted. Raises `ServiceError` for any other name, and for a directory with an unusable file."""
-    return _is_here(_MODEL, key, name)
-
-
-def tokenizer_is_here(key: str, name: str) -> bool:
-    """Check a tokenizer in the same way."""
-    return _is_here(_TOKENIZER, key, name)
-
-
-def _is_here(kind: _Kind, key: str, name: str) -> bool:
-    if _is_directory(kind, key, name):
-        return True
-    try:
-        return _is_cached(kind, name)
-    except ImportError:  # huggingface_hub comes with the libraries that load models, so not with the base installation
-        return False
-
-
-def check_model_name(key: str, name: str) -> None:
-    """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names a model.
-
-    Call it before anything heavy starts: the libraries that load models query the Hub again and again for a misspelt path. A name that is
-    neither a directory nor in the Hub's cache is looked up on the Hub once, with the Hub client's own timeouts and retries, if there is a
-    network, and not at all with HF_HUB_OFFLINE=1.
-    """
-    _check(_MODEL, key, name)
-
-
-def check_tokenizer_name(key: str, name: str) -> None:
-    """Check a tokenizer in the same way."""
-    _check(_TOKENIZER, key, name)
-
-
-def _check(kind: _Kind, key: str, name: str) -> None:
-    if not _is_directory(kind, key, name):
-        _check_hub(kind, key, name)
-
-
-def _is_directory(kind: _Kind, key: str, name: str) -> bool:
-    """Whether `name` is a directory of this kind. Otherwise it has the form of a name on the Hub. Raises `ServiceError` for any other
-    name, and for a directory with a file that can't be used."""
-    path = Path(name)
-    if path.is_dir():
-        if not any((path / file).is_file() for file in kind.files):
-            raise ServiceError(f"{key}: {name} has no {' or '.join(kind.files)}; {kind.remedy}")
-        if (problem := problem_of_model(path)) is not None:
-            raise ServiceError(f"{key}: {problem}")
-        return True
-    if is_no_hub_name(name):
-        raise ServiceError(f"{key}: the directory {name} does not exist; {kind.remedy}")
-    return False
-
-
 def is_no_hub_name(name: str) -> bool:
     """Whether `name` can only be a directory."""
     return not _HUB_NAME.fullmatch(name) or "--" in name or ".." in name
-
-
-def _is_cached(kind: _Kind, name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return any(isinstance(try_to_load_from_cache(name, file), str) for file in kind.files)
-
-
-def _check_hub(kind: _Kind, key: str, name: str) -> None:
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
-
-    try:
-        if _is_cached(kind, name):
-            return
-        log.info(
-            "%s: %s is not a directory here; asking the Hugging Face Hub for a %s of that name", key, name, kind.name
-        )
-        _reach_hub(name, kind.files[0])
-        for file in kind.files[:-1]:
-            try:
-                hf_hub_download(name, file)
-            except RemoteEntryNotFoundError:
-                continue
-            return
-        hf_hub_download(name, kind.files[-1])
-    except (OSError, ValueError) as error:
-        # the message is about connections and caches; the cause names the problem
-        lines = str(error.__cause__ or error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
-        raise ServiceError(
-            f"{key}: {name} is not a local directory, and no {kind.name} of that name was found on the Hugging Face Hub "
-            f"({reason}{url_through_proxy(constants.ENDPOINT)}); {kind.remedy}"
-        ) from error
 
 
 def _reach_hub(name: str, file: str) -> None:

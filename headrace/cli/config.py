@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.base.errors import ConfigError, MissingPackage, Problems, ServiceError
-from headrace.base.model_name import tokenizer_is_here
+from headrace.base.model_name import TOKENIZER
 from headrace.base.printable import printable
 from headrace.cli.common import MOST_GIB, MOST_GPUS, ConfigArgument, Overrides
 from headrace.config import Config
@@ -112,7 +112,7 @@ def _check_data_and_models(examined: Loaded) -> tuple[list[str], list[str]]:
     except MissingPackage:
         lacking = "data, model and memory were not checked: pip install 'headrace[trainer]'"
         return list(examined.config.warnings), [lacking]
-    if not tokenizer_is_here(*examined.config.tokenizer):
+    if not TOKENIZER.is_here(*examined.config.tokenizer):
         return warnings, []
     count = load_entry_point("headrace.tools", "count-prompts", extra="trainer")
     lines, of_prompts = count(examined.config, lambda line: typer.echo(line, err=True))

@@ -39,9 +39,7 @@ class Programs:
         self.capacity = environment.episodes if capacity is None else capacity
         self._failures = FailureLog(environment, repeats or Repeats())
         self._slots = Slots(self.capacity, on_free)
-        self._draining = False
-        self._running: set[asyncio.Task[Score | None]] = set()
-        self._cut = asyncio.Event()
+        self.drain = self._slots.drain
 
     @property
     def busy(self) -> int:
@@ -51,30 +49,16 @@ class Programs:
     async def run(self, episode: Episode) -> EpisodeOutcome:
         """Run the program. On cancellation, or at the deadline, the program is cancelled; a plain function continues in its thread, with a
         key that no longer works."""
-        if self._draining or not self._slots.free:
+        if self._slots.is_draining or not self._slots.free:
             return EpisodeOutcome(self._refusal())
         task = asyncio.create_task(self._score(episode, self._slots.take()))
-        cut = asyncio.ensure_future(self._cut.wait())
-        self._running.add(task)
         within_s = episode.remaining_s
-        try:
-            await asyncio.wait([task, cut], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return EpisodeOutcome(task.result(), episode.artifacts)
-        finally:
-            self._running.discard(task)
-            task.cancel()
-            cut.cancel()
+        await self._slots.wait([task], within_s)
+        if task.done():
+            return EpisodeOutcome(task.result(), episode.artifacts)
         late = self._late(within_s)
         self._failures.note([episode], [late])
         return EpisodeOutcome(late, episode.artifacts)
-
-    async def drain(self, grace_s: float) -> None:
-        """Start nothing more. Programs in progress have `grace_s` to finish."""
-        self._draining = True
-        if self._running:
-            await asyncio.wait(self._running, timeout=grace_s)
-        self._cut.set()
 
     async def _score(self, episode: Episode, give_back: Callable[[], None]) -> Score | None:
         """Return the program's score."""
@@ -94,14 +78,14 @@ class Programs:
     def _refusal(self) -> Score:
         label = self._environment.label
         full = f"{label} is already running {self._slots.busy} of at most {self.capacity} episodes"
-        return self._not_started(f"{label} is shutting down" if self._draining else full)
+        return self._not_started(f"{label} is shutting down" if self._slots.is_draining else full)
 
     def _not_started(self, message: str) -> Score:
         return Score("NOT_STARTED", message=message, environment=self._environment.label)
 
     def _late(self, within_s: float) -> Score:
         label = self._environment.label
-        if self._cut.is_set():
+        if self._slots.is_cut:
             return self._not_started(f"{label} was shut down before the program ended")
         message = f"the program of {label} did not end within {within_s:.1f} s"
         return Score("TIMED_OUT", message=message, environment=label, build=self._environment.build)

@@ -38,6 +38,9 @@ from headrace.v1 import environment_pb2_grpc as pb_grpc
 
 _log = logging.getLogger("headrace.env.environment")
 GRACE_S = 2.0
+# A call is answered at most so long before its deadline, so that a machine may stand still meanwhile: if the answer is late because one
+# sample hangs, the scores of the others are lost with it.
+STALL_S = 5.0
 
 
 def run(
@@ -107,7 +110,7 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
     ) -> pb.EnvironmentServiceScoreResponse:
         samples = [sample_from_wire(trajectory) for trajectory in request.trajectories]
         traces = [trajectory.traceparent for trajectory in request.trajectories]
-        scores = await self._scorer.score(samples, rpc.time_to_answer(context), traces)
+        scores = await self._scorer.score(samples, rpc.time_to_answer(context, STALL_S), traces)
         results = fit_results([score_to_wire(score) for score in scores], rpc.MAX_MESSAGE_BYTES)
         return pb.EnvironmentServiceScoreResponse(results=results)
 
@@ -157,9 +160,7 @@ class BatchScorer:
         self._concurrency = environment.concurrency if capacity is None else math.ceil(capacity / self._in_slot)
         self._slots = Slots(self._concurrency, on_free)
         self._awaited = awaited
-        self._draining = False
-        self._calls: set[asyncio.Future[Any]] = set()  # in progress
-        self._cut = asyncio.Event()
+        self.drain = self._slots.drain
 
     @property
     def description(self) -> pb.DescribeResponse:
@@ -200,7 +201,9 @@ class BatchScorer:
             with tracing.handed_over(traceparent, part[0].group_id):  # a batch continues the trace of its first sample
                 tasks.append(asyncio.create_task(scoring))
         refused = [self._refusal()] * (len(samples) - len(begun))
-        scores = await self._scores(tasks, timeout_s)
+        if tasks:
+            await self._slots.wait(tasks, timeout_s)
+        scores = [task.result() if task.done() else None for task in tasks]
         found = [
             score or [self._late(sample, timeout_s) for sample in part]
             for part, score in zip(parts, scores, strict=True)
@@ -210,32 +213,9 @@ class BatchScorer:
                 self._failures.note(part, late)
         return [*(score for part in found for score in part), *refused]
 
-    async def drain(self, grace_s: float) -> None:
-        """Start nothing more. Calls in progress have `grace_s` to finish."""
-        self._draining = True
-        if self._calls:
-            await asyncio.wait(self._calls, timeout=grace_s)
-        self._cut.set()
-
-    async def _scores(
-        self, tasks: Sequence[asyncio.Task[list[Score]]], timeout_s: float | None
-    ) -> list[list[Score] | None]:
-        """Return the results of the tasks that end in time, and None for the others, which are cancelled."""
-        if not tasks:
-            return []
-        everything, cut = asyncio.ensure_future(asyncio.wait(tasks)), asyncio.ensure_future(self._cut.wait())
-        self._calls.add(everything)
-        try:
-            await asyncio.wait([everything, cut], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            return [task.result() if task.done() else None for task in tasks]
-        finally:
-            self._calls.discard(everything)
-            for task in (*tasks, everything, cut):
-                task.cancel()
-
     def _room(self) -> int:
         """Return the number of samples that a call can start now."""
-        if self._draining:
+        if self._slots.is_draining:
             return 0
         free = self._slots.free
         return free if not self.environment.scores_batches else self.environment.max_batch_size * (free > 0)
@@ -243,14 +223,14 @@ class BatchScorer:
     def _refusal(self) -> Score:
         label, concurrency = self.environment.label, self._concurrency
         message = f"{label} is working on {self._slots.busy} of the {concurrency} calls that its concurrency allows"
-        return self._not_started(f"{label} is shutting down" if self._draining else message)
+        return self._not_started(f"{label} is shutting down" if self._slots.is_draining else message)
 
     def _not_started(self, message: str) -> Score:
         return Score("NOT_STARTED", message=message, environment=self.environment.label)
 
     def _late(self, sample: Sample, timeout_s: float | None) -> Score:
         label = self.environment.label
-        if self._cut.is_set():
+        if self._slots.is_cut:
             return self._not_started(f"{label} was shut down before the sample was scored")
         message = f"no answer from {label} within {timeout_s or 0:.1f} s"
         if awaited := self._awaited(sample):

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -24,11 +24,17 @@ class Raised(Exception):
 
 
 class Slots:
-    """Limits calls to `count` at a time. `on_free` is called when a slot becomes free."""
+    """Limits calls to `count` at a time. `on_free` is called when a slot becomes free.
+
+    `is_draining`: no more may be started. `is_cut`: nothing is waited for any more.
+    """
 
     def __init__(self, count: int, on_free: Callable[[], None]) -> None:
         self.count = self.free = count
         self._on_free = on_free
+        self.is_draining = False
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._cut = asyncio.Event()
 
     @property
     def busy(self) -> int:
@@ -43,6 +49,28 @@ class Slots:
             self._on_free()
 
         return give_back
+
+    @property
+    def is_cut(self) -> bool:
+        return self._cut.is_set()
+
+    async def wait(self, tasks: Sequence[asyncio.Task[Any]], within_s: float | None) -> None:
+        """Return when all tasks have ended, after `within_s`, or when `drain` gives them up. Those that have not ended are cancelled."""
+        ended, cut = asyncio.ensure_future(asyncio.wait(tasks)), asyncio.ensure_future(self._cut.wait())
+        self._waiting.add(ended)
+        try:
+            await asyncio.wait([ended, cut], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting.discard(ended)
+            for task in (*tasks, ended, cut):
+                task.cancel()
+
+    async def drain(self, grace_s: float) -> None:
+        """Start nothing more. What is waited for has `grace_s` to finish."""
+        self.is_draining = True
+        if self._waiting:
+            await asyncio.wait(self._waiting, timeout=grace_s)
+        self._cut.set()
 
     async def call(self, method: Callable[..., Any], argument: object, give_back: Callable[[], None]) -> Any:
         """Call `method` with `argument`, and return its result. Its slot is given back when it ends. Whatever it raises ends this call

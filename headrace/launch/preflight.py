@@ -11,7 +11,7 @@ import grpc
 
 from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
 from headrace.base.errors import ConfigError, MissingPackage, Problems, ServiceError
-from headrace.base.model_name import model_is_here, tokenizer_is_here
+from headrace.base.model_name import MODEL, TOKENIZER
 from headrace.config import Config, loading
 from headrace.config.environments import LLMJudgeConfig, TargetConfig
 from headrace.config.loading import InvalidConfig, Loaded
@@ -63,14 +63,14 @@ def _look_at_named(loaded: Loaded, without: Collection[str] = ()) -> list[str]:
     named_by_data = load_entry_point("headrace.tools", "look", "trainer")
     config = loaded.config
     problems, warnings, reported = Problems(), [], set[str]()
-    named = [(model_is_here, *each) for each in config.models.items()]
-    named += [(tokenizer_is_here, *each) for each in _tokenizers(config).items()]
-    for is_here, key, name in named:
+    named = [(MODEL, *each) for each in config.models.items()]
+    named += [(TOKENIZER, *each) for each in _tokenizers(config).items()]
+    for kind, key, name in named:
         if key in reported or key.partition(".")[0] in without:
             continue
         origin = loaded.origin(tuple(key.split(".")))
         try:
-            if not is_here(key, name):
+            if not kind.is_here(key, name):
                 reported.add(key)
                 warnings.append(
                     f"{key}: {name} is neither a local directory nor in the Hugging Face cache; it must be downloaded{origin}"

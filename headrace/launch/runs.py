@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.errors import ConfigError, ServiceError
-from headrace.base.files import cannot_write, is_locked
+from headrace.base.files import cannot_write, is_locked, write_private
 from headrace.config import Config, load
 from headrace.config.compare import diff, digest
 from headrace.config.yaml_text import dump
@@ -209,16 +209,8 @@ def save(config: Config) -> Path:
     start = os.path.relpath(Path.cwd(), path.parent.resolve())
     saved = _with_digest(config)
     saved = saved.model_copy(update={"run": saved.run.model_copy(update={"started_in": start})})
-    _replace(path, dump(saved).encode())
+    write_private(path, dump(saved).encode())
     return path
-
-
-def _replace(path: Path, data: bytes) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    fresh.touch(mode=0o600)  # an address may hold a password
-    fresh.write_bytes(data)
-    fresh.rename(path)
 
 
 @contextlib.contextmanager
@@ -274,7 +266,7 @@ def refusable(config: Config) -> Iterator[None]:
         if record and read_bytes(folder / JOURNAL) == past:
             with contextlib.suppress(OSError):  # the error that ended the start matters more
                 for path, before in record.items():
-                    _replace(path, before)
+                    write_private(path, before)
         raise
 
 

@@ -54,7 +54,7 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
 
 
-class _State(msgspec.Struct):
+class State(msgspec.Struct):
     """The part of a checkpoint's state that is read here. The keys of `metrics` are those of `checkpointing.metric_name`
     (`val:accuracy`)."""
 
@@ -208,7 +208,7 @@ def read_metrics(folder: Path, version: int) -> dict[str, float]:
     read."""
     path = path_of(folder, version) / STATE
     try:
-        metrics = msgspec.json.decode(path.read_bytes(), type=_State).metrics
+        metrics = msgspec.json.decode(path.read_bytes(), type=State).metrics
         for name in later_metrics(folder, version):
             path = path_of(folder, version) / name
             metrics = metrics | msgspec.json.decode(path.read_bytes(), type=dict[str, float])
@@ -344,14 +344,14 @@ def read_timelines(folder: Path) -> dict[int, str | None]:
     return {version: state.timeline if state else None for version, state in _states(folder).items()}
 
 
-def _states(folder: Path) -> dict[int, _State | None]:
+def _states(folder: Path) -> dict[int, State | None]:
     """Return the state of every complete checkpoint, on the chain or off it; None where it can't be read."""
-    found: dict[int, _State | None] = {}
+    found: dict[int, State | None] = {}
     for path in folder.glob("step_*"):
         match = _PUBLISHED.fullmatch(path.name)
         if match and (path / STATE).is_file():
             try:
-                found[int(match[1])] = msgspec.json.decode((path / STATE).read_bytes(), type=_State)
+                found[int(match[1])] = msgspec.json.decode((path / STATE).read_bytes(), type=State)
             except UNREADABLE:
                 found[int(match[1])] = None
     return found

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from headrace.base.errors import CodecError
-from headrace.base.files import atomic_write, cannot_write, is_locked, read_json
+from headrace.base.files import cannot_write, is_locked, read_json, write_json
 from headrace.config import Config
 from headrace.run import checkpoints
 from headrace.run.checkpoints import LOCK
@@ -224,8 +224,7 @@ def _is_held(config: Config) -> bool:
 
 
 def _write(folder: Path, record: RunRecord) -> None:
-    with atomic_write(folder / RECORD) as unfinished:
-        unfinished.write_bytes(msgspec.json.encode(record))
+    write_json(folder / RECORD, record)
 
 
 def read_record(folder: Path) -> RunRecord | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.base.files import atomic_write, read_json
+from headrace.base.files import read_json, write_json
 from headrace.config import Config
 
 NOW = "now.json"  # in the run's folder
@@ -90,8 +90,7 @@ class Now(msgspec.Struct, frozen=True):
 
 def write(folder: Path, now: Now) -> None:
     """Replace the file. Raises `OSError`."""
-    with atomic_write(folder / NOW) as unfinished:
-        unfinished.write_bytes(msgspec.json.encode(now))
+    write_json(folder / NOW, now)
 
 
 def read(folder: Path) -> Now | None:

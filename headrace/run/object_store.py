@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
-from headrace.base.files import UNREADABLE, atomic_write, read_json
+from headrace.base.files import UNREADABLE, read_json, write_json
 from headrace.config import Config
 from headrace.config.services import STORE_URL
 from headrace.run.checkpoints import Start, digest_of, on_chain
@@ -99,8 +99,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
 
 def write_status(folder: Path, status: StoreStatus, name: str = STATUS) -> None:
     """Replace a status beside the checkpoints in `folder`. Raises `OSError`."""
-    with atomic_write(folder / name) as unfinished:
-        unfinished.write_bytes(msgspec.json.encode(status))
+    write_json(folder / name, status)
 
 
 def list_problems(folder: Path) -> list[str]:

@@ -5,7 +5,6 @@ text from the environment it has the expression that gives it."""
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -18,8 +17,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.base.devices import installed_versions
 from headrace.base.errors import CodecError
-from headrace.base.files import atomic_write, cannot_write, read_json
+from headrace.base.files import cannot_write, read_json, write_private
 from headrace.config import Config
 from headrace.config.compare import Change, differing, flatten, is_own
 from headrace.config.in_yaml import without_password
@@ -81,9 +81,7 @@ def record(folder: Path, config: Config, origin: Callable[[Keys], str]) -> None:
         () if earlier is None else (*earlier.changes, *_find_changes(earlier.values, values, now)),
     )
     try:
-        with atomic_write(folder / START) as unfinished:
-            unfinished.touch(mode=0o600)
-            unfinished.write_bytes(msgspec.json.encode(found))
+        write_private(folder / START, msgspec.json.encode(found))
     except OSError as error:
         raise cannot_write(folder / START, error) from error
 
@@ -123,13 +121,8 @@ def say_command(arguments: Sequence[str]) -> str:
 
 def find_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide how a run computes, without importing them."""
-    found = {"python": platform.python_version()}
-    for package in (*_PACKAGES, *_CUDA):
-        try:
-            found["cuda" if package in _CUDA else package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = installed_versions((*_PACKAGES, *_CUDA))
+    return {"python": platform.python_version()} | {"cuda" if p in _CUDA else p: v for p, v in found.items()}
 
 
 def find_checkout(folder: Path) -> Checkout | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.base.errors import CodecError, ConfigError, Restartable, ServiceError
-from headrace.base.files import atomic_write, cut_torn_line, fsync, link_or_copy
+from headrace.base.files import cut_torn_line, fsync, link_or_copy, write_private
 from headrace.base.scratch import scratch_folder
 from headrace.config import Config
 from headrace.config.yaml_text import dump_value, parse
@@ -31,11 +31,6 @@ _REWRITTEN = (*_OF_A_START, prompt_counts.FILE)
 _PARTS = ("checkpoint", "lineage", "run")
 _FETCHING = ".fetching"  # in the folder of checkpoints: what has been fetched of one that is not complete
 _SAY_EVERY_S = 10.0
-
-
-class _State(msgspec.Struct):
-    timeline: str
-    metrics: dict[str, float] = {}
 
 
 @contextlib.contextmanager
@@ -66,7 +61,7 @@ def collect(config: Config, version: int) -> Iterator[tuple[Manifest, Mapping[st
             name: StoredFile(path.stat().st_size, sums.get(name) or checkpoints.digest_of(path))
             for name, path in paths.items()
         }
-        state = msgspec.json.decode((folder / "checkpoint" / STATE).read_bytes(), type=_State)
+        state = msgspec.json.decode((folder / "checkpoint" / STATE).read_bytes(), type=checkpoints.State)
         metrics = checkpoints.read_metrics(source, version)
         yield Manifest(config.run.id or "", version, state.timeline, time.time(), files, metrics), paths
 
@@ -148,7 +143,7 @@ def fetch(store: RunStore, version: int | None, folder: Path, say: Callable[[str
     wanted = there if version is None else {version: there[version]}
     found = _fetch_whole(store, wanted, folder / "checkpoints", folder, say)
     if (record := read_record(folder)) is not None:  # it says that the run is up: it was, elsewhere
-        _replace(folder / RECORD, msgspec.json.encode(RunRecord(record.started, "stopped", time.time())))
+        write_private(folder / RECORD, msgspec.json.encode(RunRecord(record.started, "stopped", time.time())))
     return found
 
 
@@ -159,13 +154,7 @@ def _forget_folders(saved: Path) -> None:
     values = parse(saved.read_text(encoding="utf-8"), str(saved))
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         values.get(section, {}).pop(key, None)
-    _replace(saved, dump_value(values).encode())
-
-
-def _replace(path: Path, data: bytes) -> None:
-    with atomic_write(path) as unfinished:
-        unfinished.touch(mode=0o600)  # an address may hold a password
-        unfinished.write_bytes(data)
+    write_private(saved, dump_value(values).encode())
 
 
 def _fetch_whole(
@@ -236,7 +225,7 @@ def _fetch(
 def _install(manifest: Manifest, unfinished: Path, folder: Path, run_folder: Path) -> None:
     """Bring what was fetched to its places, the checkpoint last. Once this returns, it survives a power cut."""
     checkpoint = unfinished / "checkpoint"
-    if manifest.metrics != msgspec.json.decode((checkpoint / STATE).read_bytes(), type=_State).metrics:
+    if manifest.metrics != msgspec.json.decode((checkpoint / STATE).read_bytes(), type=checkpoints.State).metrics:
         (checkpoint / checkpoints.metrics_name(manifest.timeline)).write_bytes(msgspec.json.encode(manifest.metrics))
     _forget_folders(unfinished / "run" / SAVED)
     (folder / CHAIN).unlink(missing_ok=True)  # of starts that led to no checkpoint

@@ -369,7 +369,7 @@ class WeightSender:
     ) -> None:
         """Note what became of an attempt's backend. `failure` is why the weights were not sent; None if they were. `is_explained`: if the
         weights did not reach all, it is known why."""
-        channel = self._channel_of(ended, rendezvous)
+        channel = self._find_channel(ended, rendezvous)
         if is_explained:
             if ended.verified:
                 self._backends.note_success(rendezvous.backend)
@@ -381,7 +381,7 @@ class WeightSender:
             missed = set(ended.members).difference(ended.verified)  # the others won't be asked again
             self._backends.note_failure(rendezvous.backend, missed, "; ".join(reasons), formed=channel.formed)
 
-    def _channel_of(self, epoch: Epoch, rendezvous: Rendezvous) -> Channel | None:
+    def _find_channel(self, epoch: Epoch, rendezvous: Rendezvous) -> Channel | None:
         """Return the channel to the group of an attempt, or None if the attempt got none."""
         channel, group = self._newest, rendezvous.derive_group(epoch.members)
         return channel if channel is not None and channel.membership.group_id == group else None
@@ -391,7 +391,7 @@ class WeightSender:
     ) -> tuple[_AttemptOutcome, dict[str, str]]:
         """Return the outcome of an attempt whose weights were not sent, and the members that held it up beyond its deadline, with the
         reason."""
-        channel = self._channel_of(epoch, rendezvous)
+        channel = self._find_channel(epoch, rendezvous)
         if not isinstance(failure, WeightChannelTimeout) or channel is None or not channel.formed:
             return _AttemptOutcome.INTERRUPTED, {}
         try:
@@ -454,7 +454,7 @@ class WeightSender:
         if self._channel is None or group != self._group[0]:
             self._close_channel()
             place = GroupRank(**rendezvous.place(0, members), device=self._device(rendezvous.backend))
-            Channel.lead(place, self._meeting, deadline, self._opened)
+            Channel.lead(place, self._meeting, deadline, self._keep_channel)
             self._group = (group, members)
         channel = self._channel
         if channel is None:
@@ -485,7 +485,7 @@ class WeightSender:
         assert self._gpu is not None  # `nccl_problem` names a trainer without one
         return self._gpu
 
-    def _opened(self, channel: Channel) -> None:
+    def _keep_channel(self, channel: Channel) -> None:
         self._channel = self._newest = channel
 
     def _close_channel(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headrace.base import devices
 from headrace.base.addresses import with_port
 from headrace.base.errors import HeadraceError
-from headrace.base.model_name import check_model_name, check_tokenizer_name
+from headrace.base.model_name import MODEL, TOKENIZER
 from headrace.config import Config
 from headrace.config.services import RolloutConfig
 from headrace.net import tracing
@@ -59,9 +59,9 @@ def main(config: Config) -> None:
 
 
 def _run(config: Config) -> None:
-    check_model_name("policy.model_name", config.policy.model_name)
+    MODEL.check("policy.model_name", config.policy.model_name)
     if config.policy.tokenizer.name is not None:
-        check_tokenizer_name("policy.tokenizer.name", config.policy.tokenizer.name)
+        TOKENIZER.check("policy.tokenizer.name", config.policy.tokenizer.name)
     with (
         contextlib.closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock,
         asyncio.Runner() as runner,

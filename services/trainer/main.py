@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.base.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
-from headrace.base.model_name import check_model_name, check_tokenizer_name
+from headrace.base.model_name import MODEL, TOKENIZER
 from headrace.base.parent import die_with_parent
 from headrace.base.tasks import cancel
 from headrace.config import Config
@@ -55,9 +55,9 @@ def main(config: Config, dependencies: Dependencies | None = None) -> None:
     """
     dependencies = dependencies or Dependencies()
     for key, name in config.models.items():
-        check_model_name(key, name)
+        MODEL.check(key, name)
     if config.policy.tokenizer.name is not None:
-        check_tokenizer_name(*config.tokenizer)
+        TOKENIZER.check(*config.tokenizer)
     if "LOCAL_RANK" in os.environ:
         die_with_parent()
     with join_ranks(config) as ranks:

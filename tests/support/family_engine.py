@@ -48,7 +48,7 @@ def _found(model: Path) -> dict[str, float | str]:
     registry._run_in_subprocess = lambda asked: asked()
     # before the engine: of some families vLLM uses transformers' classes, and changes them
     learner = Learner(chosen)
-    ids = choose_token_ids(learner.vocab_size, LENGTH)
+    ids = choose_token_ids(learner.policy.vocab_size, LENGTH)
     own = learner.probe(ids)
     for tensor in learner.policy.model.state_dict().values():
         if tensor.is_floating_point():

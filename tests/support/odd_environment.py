@@ -72,7 +72,7 @@ if __name__ == "__main__":
     )
     arguments = parser.parse_args()
     if arguments.answer_within is not None:
-        rpc.time_before = lambda deadline_s: arguments.answer_within  # type: ignore[assignment]
+        rpc.time_before = lambda deadline_s, most_s: arguments.answer_within  # type: ignore[assignment]
     logging.basicConfig(level=logging.INFO)
     if arguments.attach is None:
         headrace.serve(Odd(), port=arguments.port)

@@ -32,6 +32,17 @@ def credit_wait(seconds: float) -> Any:
     return mock.patch.object(attached, "_CREDIT_WAIT_S", seconds)
 
 
+def hurried(seconds: float) -> Any:
+    """For how long the hubs of this process work on a call, whose caller waits for longer than any machine stands still."""
+    return mock.patch.object(rpc, "time_before", lambda deadline_s, most_s: min(deadline_s, seconds))
+
+
+def told(seconds: float) -> Any:
+    """What the hubs of this process tell attached processes of their deadline, and likewise wait for longer."""
+    work = attached._work
+    return mock.patch.object(attached, "_work", lambda name, timeout_s: work(name, min(timeout_s, seconds)))
+
+
 class Hub:
     """A running hub, as a caller sees it."""
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from headrace.base.errors import ServiceError
 from headrace.base.model_files import problem_of_model
-from headrace.base.model_name import check_model_name
+from headrace.base.model_name import MODEL
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daa\nsize 12345\n"
 PAGE = b"\n<!DOCTYPE html><html><title>Sign in</title></html>"
@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_whole_model_has_no_problem(model: Path) -> None:
     assert problem_of_model(model) is None
-    check_model_name("policy.model_name", str(model))
+    MODEL.check("policy.model_name", str(model))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_whole_model_has_no_problem(model: Path) -> None:
 def test_what_is_no_such_file_is_named_with_the_remedy(model: Path, name: str, content: bytes, said: str) -> None:
     (model / name).write_bytes(content)
     with pytest.raises(ServiceError, match=rf"policy\.model_name: {model / name} .*{said}"):
-        check_model_name("policy.model_name", str(model))
+        MODEL.check("policy.model_name", str(model))
 
 
 @pytest.mark.parametrize("left", [5, 50, 100, -1])

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ServiceError
-from headrace.base.model_name import check_model_name, check_tokenizer_name, model_is_here, tokenizer_is_here
+from headrace.base.model_name import MODEL, TOKENIZER
 from tests.support.http_server import Quiet, serving
 from tests.support.ports import free_port
 
 KEY = "policy.model_name"
-CHECK = "import sys; from headrace.base import model_name; getattr(model_name, sys.argv[1])(*sys.argv[2:])"
+CHECK = "import sys; from headrace.base import model_name; getattr(model_name, sys.argv[1]).check(*sys.argv[2:])"
 
 
 def test_a_directory_without_config_json_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"policy\.model_name: .*config\.json"):
-        check_model_name(KEY, str(tmp_path))
+        MODEL.check(KEY, str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    check_model_name(KEY, str(tmp_path))
+    MODEL.check(KEY, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_no_model_of_the_hub_can_be_named_is_refused_by_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the checkout may hold a directory `models`
     with pytest.raises(ServiceError, match=r"policy\.model_name: .*exist") as caught:
-        check_model_name(KEY, name)
+        MODEL.check(KEY, name)
     assert name in str(caught.value)
 
 
@@ -72,23 +72,23 @@ def hub() -> Iterator[str]:
         yield f"http://{address}"
 
 
-def complaint(name: str, home: Path, check: str = "check_model_name", key: str = KEY, **environ: str) -> str:
+def complaint(name: str, home: Path, kind: str = "MODEL", key: str = KEY, **environ: str) -> str:
     """What the check says of `name` in a process of its own, which reads the hub's settings at its start; empty if nothing.
 
     It runs in an empty directory: a relative name like models/tiny may be a directory of the checkout.
     """
-    done = asked(name, home, check, key, **environ)
+    done = asked(name, home, kind, key, **environ)
     return done.stderr.splitlines()[-1] if done.returncode else ""
 
 
 def asked(
-    name: str, home: Path, check: str = "check_model_name", key: str = KEY, **environ: str
+    name: str, home: Path, kind: str = "MODEL", key: str = KEY, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     empty = home / "empty"
     empty.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
     return subprocess.run(
-        [sys.executable, "-c", CHECK, check, key, name],
+        [sys.executable, "-c", CHECK, kind, key, name],
         cwd=empty,
         env={**kept, "HF_HOME": str(home), **environ},
         capture_output=True,
@@ -127,17 +127,17 @@ def test_a_tokenizer_is_known_by_its_own_files(hub: str, tmp_path: Path) -> None
     key = "policy.tokenizer.name"
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ServiceError, match=r"policy\.tokenizer\.name: .*tokenizer_config\.json"):
-        check_tokenizer_name(key, str(tmp_path))
+        TOKENIZER.check(key, str(tmp_path))
     with pytest.raises(ServiceError, match=r"\./misspelt .*tokenizer"):
-        check_tokenizer_name(key, "./misspelt")
+        TOKENIZER.check(key, "./misspelt")
     (tmp_path / "tokenizer.json").write_text("{}")
-    check_tokenizer_name(key, str(tmp_path))
+    TOKENIZER.check(key, str(tmp_path))
 
-    home, asked = tmp_path / "home", "check_tokenizer_name"
-    assert "no tokenizer of that name" in complaint("models/tiny", home, asked, key, HF_ENDPOINT=hub)
+    home, kind = tmp_path / "home", "TOKENIZER"
+    assert "no tokenizer of that name" in complaint("models/tiny", home, kind, key, HF_ENDPOINT=hub)
     # it has no tokenizer_config.json
-    assert complaint("models/real", home, asked, key, HF_ENDPOINT=hub) == ""
-    assert complaint("models/real", home, asked, key, HF_HUB_OFFLINE="1") == ""
+    assert complaint("models/real", home, kind, key, HF_ENDPOINT=hub) == ""
+    assert complaint("models/real", home, kind, key, HF_HUB_OFFLINE="1") == ""
 
 
 def test_offline_a_name_in_no_cache_is_refused_with_that_reason(tmp_path: Path) -> None:
@@ -147,14 +147,14 @@ def test_offline_a_name_in_no_cache_is_refused_with_that_reason(tmp_path: Path) 
 
 
 def test_what_is_here_is_told_without_asking_anybody(tmp_path: Path) -> None:
-    for is_here, lacks, file in (
-        (model_is_here, r"has no config\.json", "config.json"),
-        (tokenizer_is_here, r"has no tokenizer_config\.json or tokenizer\.json", "tokenizer.json"),
+    for kind, lacks, file in (
+        (MODEL, r"has no config\.json", "config.json"),
+        (TOKENIZER, r"has no tokenizer_config\.json or tokenizer\.json", "tokenizer.json"),
     ):
-        assert not is_here(KEY, "somebody/a-model-that-nobody-has")
+        assert not kind.is_here(KEY, "somebody/a-model-that-nobody-has")
         with pytest.raises(ServiceError, match=lacks):
-            is_here(KEY, str(tmp_path))
+            kind.is_here(KEY, str(tmp_path))
         (tmp_path / file).write_text("{}")
-        assert is_here(KEY, str(tmp_path))
+        assert kind.is_here(KEY, str(tmp_path))
         with pytest.raises(ServiceError, match="does not exist"):
-            is_here(KEY, "./models/that-nobody-makes")
+            kind.is_here(KEY, "./models/that-nobody-makes")

@@ -54,28 +54,10 @@ def named_environments(whole: Any) -> set[str]:
 # conversions
 
 
-def epochs(value: Any) -> Any:
-    """Convert `-1`, which async PPO requires there, to no limit."""
-    return 1_000_000_000 if value == -1 else value
-
-
-def period(value: Any) -> Any:
-    return 0 if isinstance(value, int | float) and value < 0 else value
-
-
-def fused_adam(value: Any) -> Any:
-    """Convert Transformer Engine's fused Adam, which decouples weight decay, to AdamW."""
-    return "torch.optim.AdamW" if isinstance(value, str) and value.endswith(".FusedAdam") else value
-
-
 def precision(value: Any) -> Any:
     if value == "fp8":
         raise ValueError("'fp8': rollouts have the dtype of the weights; set it to bfloat16")
     return value
-
-
-def kv_cache_dtype(value: Any) -> Any:
-    return "fp8" if value == "fp8_e4m3" else value  # two names of the same type
 
 
 _OF_NEMO_GYM = "which an environment of type verifiers plays (docs/agents.md, NeMo Gym)"
@@ -154,20 +136,18 @@ def metric(value: Any) -> Any:
 
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
-    function.__name__: function
-    for function in (
-        epochs,
-        period,
-        fused_adam,
-        precision,
-        kv_cache_dtype,
-        packing,
-        dataset,
-        processor,
-        extract,
-        template,
-        metric,
-    )
+    "dataset": dataset,
+    "epochs": lambda value: 1_000_000_000 if value == -1 else value,  # -1, which async PPO requires there, is no limit
+    "extract": extract,
+    # Transformer Engine's fused Adam decouples weight decay
+    "fused_adam": lambda value: "torch.optim.AdamW" if str(value).endswith(".FusedAdam") else value,
+    "kv_cache_dtype": lambda value: "fp8" if value == "fp8_e4m3" else value,  # two names of the same type
+    "metric": metric,
+    "packing": packing,
+    "period": lambda value: 0 if isinstance(value, int | float) and value < 0 else value,
+    "precision": precision,
+    "processor": processor,
+    "template": template,
 }
 
 # conditions: each takes the value, the whole file and the value's keys
@@ -178,26 +158,10 @@ def off(value: Any, whole: Whole, keys: Keys = ()) -> bool:
     return value is None or value is False or value in ("", "false", "none", {}, [])
 
 
-def not_false(value: Any, whole: Whole, keys: Keys) -> bool:
-    return value is not False
-
-
-def max_length(value: Any, whole: Whole, keys: Keys) -> bool:
-    return value is None or value == look(whole, "policy.max_total_sequence_length")
-
-
 def same_precision(value: Any, whole: Whole, keys: Keys) -> bool:
     """Whether a type is the one that the model is trained in."""
     name = value.removeprefix("torch.") if isinstance(value, str) else value
     return off(value, whole) or name in ("auto", look(whole, f"{keys[0]}.precision"))
-
-
-def trained_in_float32(value: Any, whole: Whole, keys: Keys) -> bool:
-    return off(value, whole) or look(whole, f"{keys[0]}.precision") == "float32"
-
-
-def zero_or_not_fp8(value: Any, whole: Whole, keys: Keys) -> bool:
-    return off(value, whole) or value == 0 or look(whole, "policy.generation.vllm_cfg.precision") != "fp8"
 
 
 def dense(value: Any, whole: Whole, keys: Keys) -> bool:
@@ -207,14 +171,6 @@ def dense(value: Any, whole: Whole, keys: Keys) -> bool:
         look(whole, f"{keys[0]}.automodel_cfg.expert_parallel_size", 1),
     )
     return off(value, whole) or all(size in (None, 1) for size in spread)
-
-
-def zero_or_dense(value: Any, whole: Whole, keys: Keys) -> bool:
-    return value == 0 or dense(value, whole, keys)
-
-
-def one_token_predicted(value: Any, whole: Whole, keys: Keys) -> bool:
-    return not look(whole, f"{keys[0]}.megatron_cfg.mtp_num_layers")
 
 
 def before_or_no_dropout(value: Any, whole: Whole, keys: Keys) -> bool:
@@ -229,18 +185,6 @@ def no_penalty(value: Any, whole: Whole, keys: Keys) -> bool:
     return not any(value for key, value in penalties.items() if key.startswith("penalize_"))
 
 
-def sampled_alone(value: Any, whole: Whole, keys: Keys) -> bool:
-    return off(look(whole, "on_policy_distillation.full.enabled"), whole)
-
-
-def served(value: Any, whole: Whole, keys: Keys) -> bool:
-    return bool(look(whole, f"env.{keys[1]}.target") or look(whole, f"env.{keys[1]}.type"))
-
-
-def model_itself(value: Any, whole: Whole, keys: Keys) -> bool:
-    return off(value, whole) or value == look(whole, "env.reward_model.model_name")
-
-
 def draws_alike(value: Any, whole: Whole, keys: Keys) -> bool:
     """Whether the data loader has no effect: NeMo RL's example draws like Headrace, and any other is called only with several data
     loaders."""
@@ -249,9 +193,22 @@ def draws_alike(value: Any, whole: Whole, keys: Keys) -> bool:
 
 
 CONDITIONS: Mapping[str, Callable[[Any, Whole, Keys], bool]] = {
-    function.__name__: function
-    for function in (
-        not_false, max_length, same_precision, trained_in_float32, zero_or_not_fp8, dense, zero_or_dense,
-        one_token_predicted, before_or_no_dropout, no_penalty, sampled_alone, served, model_itself, draws_alike,
-    )
-}  # fmt: skip
+    "before_or_no_dropout": before_or_no_dropout,
+    "dense": dense,
+    "draws_alike": draws_alike,
+    "max_length": lambda value, whole, keys: value in (None, look(whole, "policy.max_total_sequence_length")),
+    "model_itself": lambda value, whole, keys: off(value, whole) or value == look(whole, "env.reward_model.model_name"),
+    "no_penalty": no_penalty,
+    "not_false": lambda value, whole, keys: value is not False,
+    "one_token_predicted": lambda value, whole, keys: not look(whole, f"{keys[0]}.megatron_cfg.mtp_num_layers"),
+    "same_precision": same_precision,
+    "sampled_alone": lambda value, whole, keys: off(look(whole, "on_policy_distillation.full.enabled"), whole),
+    "served": lambda value, whole, keys: any(look(whole, f"env.{keys[1]}.{key}") for key in ("target", "type")),
+    "trained_in_float32": lambda value, whole, keys: (
+        off(value, whole) or look(whole, f"{keys[0]}.precision") == "float32"
+    ),
+    "zero_or_dense": lambda value, whole, keys: value == 0 or dense(value, whole, keys),
+    "zero_or_not_fp8": lambda value, whole, keys: (
+        off(value, whole) or value == 0 or look(whole, "policy.generation.vllm_cfg.precision") != "fp8"
+    ),
+}

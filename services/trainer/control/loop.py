@@ -159,7 +159,7 @@ class Loop:
                 case Action.FAIL:
                     raise ServiceError(decision.reason)
                 case Action.CONDEMN:
-                    raise ServiceError(decision.reason + await self._recorder.reasons_of_failures())
+                    raise ServiceError(decision.reason + await self._recorder.describe_failures())
                 case Action.FINISH:
                     if isinstance(self._reply, End) and self._version < self._plan.last_version:
                         log.info("the prompts are used up after %d steps (max_num_epochs)", self._version)
@@ -170,17 +170,17 @@ class Loop:
                     log.info("the run is complete: version %d, curves in %s", self._version, curves)
                     return True
                 case Action.CHECKPOINT:
-                    with self._traced("checkpoint"):
+                    with self._make_span("checkpoint"):
                         await self._checkpoint()
                 case Action.SNAPSHOT:
-                    with self._traced("snapshot"):
+                    with self._make_span("snapshot"):
                         await self._writer.save_in_memory(*await self._describe(), dict(self._ledger.steps))
                     self._snapped = self._version
                 case Action.REFIT:
-                    with self._traced("refit"):
+                    with self._make_span("refit"):
                         await self._fleet.refit(self._version)
                 case Action.OFFER:
-                    with self._traced("offer"):
+                    with self._make_span("offer"):
                         await self._offer()
                 case Action.VALIDATE:
                     is_last = decisions.is_final(self._plan, state)
@@ -197,7 +197,7 @@ class Loop:
                     self._reply = await self._reserve()
                 case Action.TRAIN:
                     assert isinstance(self._reply, Reservation)
-                    await self._train_traced(self._reply)
+                    await self._train_in_span(self._reply)
                 case Action.WAIT:
                     await self._wait()
                     self._reply = None
@@ -265,11 +265,11 @@ class Loop:
                 "rewards with which a prompt's completions score differently"
             ) from error
 
-    async def _train_traced(self, reservation: Reservation) -> None:
+    async def _train_in_span(self, reservation: Reservation) -> None:
         """Train a step, in a span that is linked to its groups. With it ends the span of the whole step, which began with the last one's
         end: its refit and the wait for its batch belong to it."""
         step, run = self._version, self._replay.run_id
-        with self._traced("train", [tracing.group_span(run, group) for group in reservation.groups]):
+        with self._make_span("train", [tracing.group_span(run, group) for group in reservation.groups]):
             await self._train(reservation)
         if self._version > step:
             ended_ns = time.time_ns()
@@ -278,7 +278,7 @@ class Loop:
             tracing.emit(tracing.EndedSpan("step", at, None, self._step_began_ns, ended_ns, attributes))
             self._step_began_ns = ended_ns
 
-    def _traced(self, name: str, links: Sequence[tracing.SpanContext] = ()) -> tracing.Span:
+    def _make_span(self, name: str, links: Sequence[tracing.SpanContext] = ()) -> tracing.Span:
         """Return a span of the step that makes the next version."""
         step = tracing.step_span(self._replay.run_id, self._timeline, self._version)
         attributes = tracing.named(step=self._version, timeline=self._timeline)

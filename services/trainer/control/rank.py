@@ -249,7 +249,7 @@ class TrainerRank:
             snapshots.begin(version, timeline)
 
         self._on_each_host(begin)
-        folder = self._of_host().locate_unfinished(version, timeline)
+        folder = self._require_snapshots().locate_unfinished(version, timeline)
         self._part = self._writer.submit(self.learner.snapshot(), folder)
 
     @command
@@ -275,7 +275,7 @@ class TrainerRank:
         """Raise `ServiceError` unless each host has room for what its ranks write of two: the newest stays until the next is complete."""
         self._on_each_host(lambda snapshots: self.learner.require_room(snapshots.folder, 2, of_host=True))
 
-    def _of_host(self) -> Snapshots:
+    def _require_snapshots(self) -> Snapshots:
         assert self.snapshots is not None
         return self.snapshots
 
@@ -285,7 +285,7 @@ class TrainerRank:
         found, problems = list[str](), list[str]()
         if place_on_host()[0] == 0:
             try:
-                found = work(self._of_host()) or []
+                found = work(self._require_snapshots()) or []
             except ServiceError as error:
                 problems = [str(error)]
         self.ranks.raise_any(problems)
@@ -314,7 +314,7 @@ class LeadRank(TrainerRank):
     def adopt_snapshot(self) -> int | None:
         """Turn the newest snapshot to which the checkpoints lead into one of them, if the hosts still have all of it. Returns its version,
         None if there is none. Whatever is in memory is removed. Raises `ServiceError` as `Checkpoints.publish` does."""
-        snapshots = self._of_host()
+        snapshots = self._require_snapshots()
         state = snapshots.newest()
         if state is not None:
             at = (state.version, state.timeline)

@@ -111,11 +111,6 @@ class Learner:
         return self.counters.current_step
 
     @property
-    def vocab_size(self) -> int:
-        """The number of rows of the model's embedding. Token ids are in [0, vocab_size)."""
-        return self.policy.vocab_size
-
-    @property
     def value_packing(self) -> Packing:
         """The packing of the value model: the policy's, except for the size of a micro-batch."""
         packing, size = Packing.of(self.config.policy, training=True), self.config.value.train_micro_batch_size

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from headrace.base.errors import ServiceError
-from headrace.base.model_name import model_is_here
+from headrace.base.model_name import MODEL
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig, PolicyConfig
 from headrace.config.root import TEACHER_KEY
@@ -237,11 +237,11 @@ class ModelUse:
     tokens: int | None = None
 
 
-def models_of(config: Config) -> dict[str, ModelUse]:
+def list_models(config: Config) -> dict[str, ModelUse]:
     """Return the models that the run's trainer holds, by name; the policy is the first."""
     passes = required_passes(config, optimizer_steps=1)
     settings, generation, recompute = config.policy, config.policy.generation, config.policy.recomputes("cuda")
-    chunk, width = settings.chunk_size("cuda"), width_of(settings.precision)
+    chunk, width = settings.chunk_size("cuda"), count_bytes(settings.precision)
     size = _size(
         config,
         "policy.model_name",
@@ -267,7 +267,7 @@ def models_of(config: Config) -> dict[str, ModelUse]:
         rows = config.value.train_micro_batch_size
         tokens = None if rows is None or packs(settings) else rows * settings.max_total_sequence_length
         found["value"] = ModelUse(
-            head, width_of(precision), trained=True, chunk=None, recompute=recompute, tokens=tokens
+            head, count_bytes(precision), trained=True, chunk=None, recompute=recompute, tokens=tokens
         )
     return found
 
@@ -290,7 +290,7 @@ class NotPlanned(ServiceError):
 def to_download(config: Config) -> str | None:
     """Return which model's configuration must be downloaded before its memory can be planned; None if all are here."""
     missing = [
-        f"{key} {name}" for key, name in config.models.items() if name not in KNOWN and not model_is_here(key, name)
+        f"{key} {name}" for key, name in config.models.items() if name not in KNOWN and not MODEL.is_here(key, name)
     ]
     return ", ".join(missing) or None
 
@@ -333,7 +333,7 @@ def _configuration(key: str, name: str, overrides: dict[str, Any]) -> Any:
             known = copy.deepcopy(KNOWN[name])
             known.update(overrides)
             return known
-        model_is_here(key, name)
+        MODEL.is_here(key, name)
         return AutoConfig.from_pretrained(name, **overrides)
     except (OSError, ValueError) as error:
         raise ServiceError(
@@ -342,6 +342,6 @@ def _configuration(key: str, name: str, overrides: dict[str, Any]) -> Any:
         ) from error
 
 
-def width_of(precision: str) -> int:
+def count_bytes(precision: str) -> int:
     """Return the bytes of a number."""
     return 4 if precision == "float32" else 2

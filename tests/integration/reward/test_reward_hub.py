@@ -11,7 +11,6 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import grpc
 import httpx
@@ -32,7 +31,7 @@ from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level
 from tests.support.processes import is_running, started
 from tests.support.raw_environment import Request, raw_environment, scored
-from tests.support.reward_hub import WAIT_S, start_environment, start_hub
+from tests.support.reward_hub import WAIT_S, hurried, start_environment, start_hub
 from tests.support.waiting import eventually
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
@@ -232,8 +231,7 @@ async def test_law_6_liveness_the_hub_answers_within_the_callers_deadline() -> N
         start_hub({"odd": {"target": odd.target, **patient}, "math": patient}) as hub,
     ):
         await hub.score([Sample("abc", environment="odd"), MATH])  # the deadline is not for what starts and connects
-        # early enough however busy the machine is
-        with mock.patch.object(rpc, "time_before", lambda deadline_s: deadline_s / 20):
+        with hurried(3.0):
             late, endless = await hub.score([Sample("hang", environment="odd"), ENDLESS])
     # the time of a built-in one is a worker's, and was not over
     assert (late.status, endless.status) == ("TIMED_OUT", "NOT_STARTED")

@@ -97,7 +97,7 @@ def test_logprobs_equal_a_transformers_forward(architectures: dict[str, Path], n
 
 def test_probe_equals_a_full_forward_at_temperature_one(tiny_model: Path) -> None:
     learner = Learner(config(tiny_model, policy={"generation": {"max_new_tokens": 16, "temperature": 0.5}}))
-    ids = np.random.default_rng(0).integers(0, learner.vocab_size, 40).astype(np.int32)
+    ids = np.random.default_rng(0).integers(0, learner.policy.vocab_size, 40).astype(np.int32)
     whole = trajectory(ids[:1], ids[1:])
     found = learner.probe(ids)
     assert found.shape == (39,)

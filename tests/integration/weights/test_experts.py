@@ -59,8 +59,8 @@ async def test_experts_are_trained_and_refitted(redis_url: str, run_id: str, lim
     try:
         replica = await engines.get("tied")
         await replica.join(run_id, "a")
-        probe = choose_token_ids(learner.vocab_size)
-        prompt = choose_token_ids(learner.vocab_size, 100, seed=1).tolist()
+        probe = choose_token_ids(learner.policy.vocab_size)
+        prompt = choose_token_ids(learner.policy.vocab_size, 100, seed=1).tolist()
         for version in (0, 1):
             if version:
                 train_step(learner, random_batch(8))
