@@ -9,6 +9,7 @@ no completion can end its turn or begin another's.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -82,22 +83,17 @@ class RewardModelOnDevice:
 
     def rewards(self, conversations: Sequence[Conversation]) -> list[Answer]:
         """Return one answer per conversation, from one forward pass over those that are not too long."""
-        found: list[Answer] = [""] * len(conversations)
-        rows, places = [], []
-        for place, conversation in enumerate(conversations):
-            row = self._tokens(conversation)
-            if self._longest is not None and len(row) > self._longest:
-                found[place] = (
-                    f"{len(row)} tokens, but the model reads at most {self._longest}; raise max_model_len if it can read more, or lower "
-                    "policy.max_total_sequence_length"
-                )
-                continue
-            rows.append(row)
-            places.append(place)
-        if rows:
-            for place, reward in zip(places, self._forward(rows), strict=True):
-                found[place] = reward
-        return found
+        rows = [self._tokens(conversation) for conversation in conversations]
+        most = math.inf if self._longest is None else self._longest
+        read = [row for row in rows if len(row) <= most]
+        rewards = iter(self._forward(read) if read else ())
+        return [
+            next(rewards)
+            if len(row) <= most
+            else f"{len(row)} tokens, but the model reads at most {most}; raise max_model_len if it can read more, or lower "
+            "policy.max_total_sequence_length"
+            for row in rows
+        ]
 
     def _tokens(self, conversation: Conversation) -> list[int]:
         """Return the tokens of the prompt and the completion, as the tokenizer's chat template writes them. Without a template they are a

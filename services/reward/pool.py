@@ -24,7 +24,7 @@ from headrace.env.wire import check_result
 from headrace.v1 import trajectory_pb2 as pb
 from headrace_services.reward.child_process import ChildProcess
 from headrace_services.reward.free_memory import free_memory
-from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
+from headrace_services.reward.sandbox import MAX_RESULT_BYTES, NAMESPACE_SETTINGS, Level, SandboxDenied
 from headrace_services.reward.scoring_worker import Answer, ScoreRequest, Specification
 
 _log = logging.getLogger("headrace.reward")
@@ -40,8 +40,8 @@ _LEVELS = {
     Level.NONE: "none",
 }
 _REMEDY = (
-    "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
-    "or run on Linux 5.13 or newer with Landlock, in a container whose seccomp profile allows it (Docker's own does)"
+    f"allow unprivileged user namespaces ({NAMESPACE_SETTINGS}), or run on Linux 5.13 or newer with Landlock, in a container whose seccomp "
+    "profile allows it (Docker's own does)"
 )
 # the most programs of a worker that sleep: each has a file that the worker keeps open
 _MOST_ASLEEP = 100

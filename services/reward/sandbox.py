@@ -31,6 +31,8 @@ from headrace.base.parent import die_with_parent
 from headrace_services.reward import sandbox_kernel as kernel
 
 MAX_RESULT_BYTES = 64 * 1024
+# What allows unprivileged user namespaces on the usual distributions.
+NAMESPACE_SETTINGS = "sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0"
 # A completion may ask for a number with more digits than fit in memory. Then only its own process may fail.
 _MEMORY_LIMIT_BYTES = 2 * 1024**3
 _OPEN_FILES = 256  # a worker has one for each program that sleeps (`pool`)

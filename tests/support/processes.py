@@ -37,6 +37,14 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
         os.close(descriptor)
 
 
+def is_running(pid: int) -> bool:
+    """Whether process `pid` is neither gone nor a zombie that nobody has buried yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def is_stopped(pid: int) -> bool:
     """Whether process `pid` is stopped, as by SIGSTOP."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

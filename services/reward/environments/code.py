@@ -30,6 +30,7 @@ from headrace_services.reward.environments.base import (
     shorten_answer,
 )
 from headrace_services.reward.frames import read_frame, write_frame
+from headrace_services.reward.sandbox import NAMESPACE_SETTINGS
 from headrace_services.reward.spares import Spares
 
 # Reads the function to call and its arguments from standard input, and writes the result to standard output. The program's own prints
@@ -238,9 +239,8 @@ def _try(worker: _CodeWorker, run: Run) -> None:
 def refusal(name: str, denied: str) -> str:
     return (
         f"env.{name} runs programs that the policy writes, which needs a sandbox of level A, but the machine grants none ({denied}); allow "
-        "unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in "
-        "Docker, a seccomp profile for this container that allows unshare, clone and mount), or score with your own environment in a "
-        f"container without network (env.{name}.target)"
+        f"unprivileged user namespaces ({NAMESPACE_SETTINGS}; in Docker, a seccomp profile for this container that allows unshare, clone "
+        f"and mount), or score with your own environment in a container without network (env.{name}.target)"
     )
 
 

@@ -40,6 +40,7 @@ from tests.support.buffer import (
     total,
 )
 from tests.support.ports import free_port
+from tests.support.processes import is_running
 from tests.support.replay_service import config_of, serving
 from tests.support.waiting import eventually
 
@@ -100,13 +101,6 @@ async def test_a_server_that_is_away_is_said_to_be(server: EmbeddedServer, run_i
     await replay.aclose()
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 async def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys, time; from pathlib import Path; from headrace_services.replay.embedded import EmbeddedServer\n"
@@ -123,7 +117,7 @@ async def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
     await parent.wait()
 
     async def gone() -> bool:
-        return not is_alive(pid)
+        return not is_running(pid)
 
     await eventually(gone)
 

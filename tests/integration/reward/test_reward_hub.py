@@ -29,7 +29,7 @@ from headrace.net.service import bind
 from headrace.v1 import reward_pb2, trajectory_pb2
 from headrace_services.reward.pool import WorkerPool
 from headrace_services.reward.sandbox import Level
-from tests.support.processes import started
+from tests.support.processes import is_running, started
 from tests.support.raw_environment import Request, raw_environment, scored
 from tests.support.reward_hub import WAIT_S, hurried, start_environment, start_hub
 from tests.support.waiting import eventually
@@ -64,14 +64,6 @@ def descendants(parent: int) -> set[int]:
     except FileNotFoundError:  # it ended meanwhile
         return set()
     return children.union(*map(descendants, children))
-
-
-def running(pid: int) -> bool:
-    """Neither gone nor a zombie that nobody has buried yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def test_a_batch_that_mixes_environments_comes_back_in_order() -> None:
@@ -226,7 +218,7 @@ async def test_a_worker_killed_in_the_middle_fails_its_own_trajectory_alone() ->
         (child,) = descendants(worker) - idle
         os.kill(worker, signal.SIGKILL)
         killed, fine = await call
-        await eventually(lambda: not running(child))
+        await eventually(lambda: not is_running(child))
     assert (killed.status, killed.reward) == ("FAILED", None)
     assert "SIGKILL" in killed.message
     assert fine.reward == 1
@@ -369,4 +361,4 @@ async def test_the_service_ends_with_its_workers(signum: signal.Signals, tmp_pat
         process.send_signal(signum)
         code = await asyncio.wait_for(process.wait(), WAIT_S)
     assert code == (0 if signum != signal.SIGKILL else -signal.SIGKILL)
-    await eventually(lambda: not any(map(running, workers)))
+    await eventually(lambda: not any(map(is_running, workers)))

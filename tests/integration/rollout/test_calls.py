@@ -14,7 +14,6 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
-from transformers import AutoTokenizer
 
 from headrace.net.credentials import Credentials
 from headrace.net.replica_client import (
@@ -26,7 +25,6 @@ from headrace.net.replica_client import (
     Sampled,
     SampleRequest,
 )
-from tests.support import tool_model
 from tests.support.mutation import Mutator
 from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, Fleet, Process, running_fleet
 from tests.support.waiting import eventually
@@ -39,16 +37,6 @@ TOKENS = "operator boss\nreader eye\nagents runner\n"
 
 def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tool_model.make(tmp_path_factory.mktemp("tool-model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(model)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -18,7 +18,6 @@ from headrace.net.replica_client import RenderRefused, RenderRequest
 from headrace_services.rollout.chat_format import ChatFormat, Written, register_parsers
 from headrace_services.rollout.engine import engine_arguments
 from headrace_services.trainer.demo_models import tiny_calculator
-from tests.support import tool_model
 from tests.support.mutation import Mutator
 
 pytestmark = pytest.mark.slow
@@ -50,16 +49,6 @@ def config_of(model: Path, template: dict[str, Any] | None = None, text: str | N
         "generation": {"vllm_cfg": parsers},
     }
     return Config.model_validate({"policy": policy})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tool_model.make(tmp_path_factory.mktemp("tool-model"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(model)
 
 
 @pytest.fixture(scope="module")

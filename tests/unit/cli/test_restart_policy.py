@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -23,25 +24,11 @@ POLICY = RestartPolicy(limit=3, first_delay_s=1.0, longest_delay_s=3.0)
 HERE = Ending("KeyError", "headrace_services.trainer.main:7", "'step 8'")
 
 
-def decide(  # type: ignore[no-untyped-def]
-    code: int,
-    *,
-    ends_run: bool = False,
-    was_ready: bool = True,
-    fruitless: int = 0,
-    is_user_code: bool = False,
-    ending: Ending | None = None,
-    before: Ending | None = None,
-):
-    return POLICY.decide(
-        code,
-        ends_run=ends_run,
-        was_ready=was_ready,
-        fruitless=fruitless,
-        is_user_code=is_user_code,
-        ending=ending,
-        before=before,
-    )
+USUAL = {"ends_run": False, "was_ready": True, "fruitless": 0, "is_user_code": False, "ending": None, "before": None}
+
+
+def decide(code: int, **otherwise: Any) -> Any:
+    return POLICY.decide(code, **{**USUAL, **otherwise})
 
 
 def test_a_clean_end_of_the_trainer_ends_the_run() -> None:
@@ -100,22 +87,19 @@ def test_the_same_exception_twice_in_a_row_ends_the_run() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "before",
-    [None, Ending("ValueError", HERE.place, ""), Ending(HERE.error, "headrace_services.trainer.main:8", "")],
-    ids=["a kill", "another exception", "another place"],
-)
-def test_after_any_other_end_the_restart_may_heal_it(before: Ending | None) -> None:
-    assert isinstance(decide(EXIT_INTERNAL_ERROR, fruitless=1, ending=HERE, before=before), Restart)
+MAY_HEAL: dict[str, tuple[int, int, Ending | None]] = {
+    "after a kill": (EXIT_INTERNAL_ERROR, 1, None),
+    "another exception": (EXIT_INTERNAL_ERROR, 1, Ending("ValueError", HERE.place, "")),
+    "another place": (EXIT_INTERNAL_ERROR, 1, Ending(HERE.error, "headrace_services.trainer.main:8", "")),
+    "progress between": (EXIT_INTERNAL_ERROR, 0, HERE),
+    "a signal": (-signal.SIGKILL, 1, HERE),
+    "a signal of a shell": (128 + signal.SIGKILL, 1, HERE),
+}
 
 
-def test_progress_between_two_equal_ends_counts_anew() -> None:
-    assert isinstance(decide(EXIT_INTERNAL_ERROR, fruitless=0, ending=HERE, before=HERE), Restart)
-
-
-@pytest.mark.parametrize("code", [-signal.SIGKILL, 128 + signal.SIGKILL])
-def test_a_signal_is_never_the_same_exception(code: int) -> None:
-    assert isinstance(decide(code, fruitless=1, ending=HERE, before=HERE), Restart)
+@pytest.mark.parametrize(("code", "fruitless", "before"), MAY_HEAL.values(), ids=MAY_HEAL)
+def test_what_is_not_the_same_end_again_may_heal(code: int, fruitless: int, before: Ending | None) -> None:
+    assert isinstance(decide(code, fruitless=fruitless, ending=HERE, before=before), Restart)
 
 
 @pytest.mark.parametrize("error", [Restartable("the engine died"), ReplayUnavailable("no answer")])

@@ -7,21 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
 from headrace.config import load
 from headrace.config.yaml_text import dump
+from tests.support.configurations import refusal
 
 
 def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     return path
-
-
-def refusal(path: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(path, overrides, {})
-    return str(error.value)
 
 
 def test_a_file_gives_grpo_or_ppo_and_grpo_where_it_gives_neither(tmp_path: Path) -> None:

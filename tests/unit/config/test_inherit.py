@@ -13,6 +13,7 @@ from headrace.config import Config, load
 from headrace.config.in_yaml import escape
 from headrace.config.interpolate import resolve
 from headrace.config.yaml_text import dump
+from tests.support.configurations import refusal
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -26,12 +27,6 @@ def write(folder: Path, **files: str) -> Path:
 
 def loaded(path: Path, *overrides: str, environ: dict[str, str] | None = None) -> Config:
     return load(path, overrides, environ or {})
-
-
-def refusal(path: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        loaded(path, *overrides)
-    return str(error.value)
 
 
 # -- defaults ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from headrace.config.loading import InvalidConfig, examine
 from headrace.config.other_names import NAMES
 from headrace.config.section import Section
 from headrace.config.yaml_text import dump, parse
+from tests.support.configurations import refusal
 
 BASE = """
 run: {id: test}
@@ -40,12 +41,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(BASE)
     return path
-
-
-def refusal(file: Path, *overrides: str, environ: dict[str, str] | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
-        load(file, overrides, environ or {})
-    return str(error.value)
 
 
 # -- precedence --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.base.errors import ConfigError
 from headrace.config.loading import examine
+from tests.support import configurations
 from tests.unit.config.nemo_cases import BASE, read, recipe, refusal
 
 MEGATRON = "policy: {megatron_cfg: {enabled: true, expert_model_parallel_size: 8}}"
@@ -174,18 +174,14 @@ env: {math: {num_workers: 1}}
 def test_an_error_names_the_key_that_is_in_the_file_and_its_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("cluster: {}\ndata:\n  train:\n    dataset_name: nope\n    prompt_fil: x\n")
-    with pytest.raises(ConfigError) as error:
-        examine(path, [], {})
-    named, unknown, *_ = str(error.value).splitlines()
+    named, unknown, *_ = configurations.refusal(path, read=examine).splitlines()
     assert named.startswith("data.train.dataset_name: 'nope' is not supported; ")
     assert named.endswith(f"({path}:4)")
     assert unknown == (
         f"data.train.prompt_fil: unknown key, value 'x' ({path}:5); did you mean data.train.prompt_file?"
     )
     path.write_text("data:\n  train:\n    dataset_name: nope\n    siz: 3\n")
-    with pytest.raises(ConfigError) as error:
-        examine(path, [], {})
-    first, second = str(error.value).splitlines()
+    first, second = configurations.refusal(path, read=examine).splitlines()
     assert first.startswith("data.train.dataset_name: unknown data set 'nope'; ")
     assert first.endswith(f"({path}:3)")
     assert second == f"data.train.siz: unknown key, value 3 ({path}:4); did you mean data.train.size?"
@@ -194,15 +190,11 @@ def test_an_error_names_the_key_that_is_in_the_file_and_its_line(tmp_path: Path)
 def test_an_error_in_the_flat_form_names_the_flat_key(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(FLAT)
-    with pytest.raises(ConfigError) as error:
-        examine(path, [], {})
-    (line,) = str(error.value).splitlines()
+    (line,) = configurations.refusal(path, read=examine).splitlines()
     assert line.startswith("data.dataset_name: 'nope' is not supported; ")
     assert line.endswith(f"({path}:4)")
     path.write_text(FLAT.replace("nope", "gsm8k").replace("env_name: math", "processor: [1]"))
-    with pytest.raises(ConfigError) as error:
-        examine(path, [], {})
-    (line,) = str(error.value).splitlines()
+    (line,) = configurations.refusal(path, read=examine).splitlines()
     assert line.startswith("data.processor: [1] is not one of ")
     assert line.endswith(f"({path}:5)")
 
