@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from headrace.base.errors import HeadraceError
 from headrace.base.http_client import NotReached
 from headrace.net.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
@@ -82,7 +84,7 @@ class Fleet:
         self._clients: dict[str, tuple[str, ReplicaApi]] = {}  # URL and client, by the replica's id
         self._closing: set[asyncio.Task[None]] = set()
         self._calls: Counter[str] = Counter()
-        # the replica of each awaited answer, and the timeline of the weights that it needs, if any
+        # the replica of each awaited answer, and the timeline of the weights that it samples from, if it does
         self._awaited: dict[asyncio.Future[HeadraceError], tuple[str, str | None]] = {}
         self._news = asyncio.Event()
 
@@ -112,25 +114,25 @@ class Fleet:
             closing.add_done_callback(self._closing.discard)
 
     async def sample(self, request: SampleRequest, parent: str | None) -> Sampled:
-        """Sample from the replica `parent` if possible, else from another. Raises `RenderRefused`. Raises `CallFailed` if too many replicas
-        are lost while they sample it, because the call itself may crash them."""
+        """Sample from the replica `parent` if possible, else from another, on its timeline: the lease may outlive its own. Raises
+        `RenderRefused`. Raises `CallFailed` if too many replicas are lost while they sample it, because the call itself may crash them."""
 
-        async def one(client: ReplicaApi) -> Sampled:
-            sampled = await client.sample(request)
+        async def one(client: ReplicaApi, timeline: str) -> Sampled:
+            sampled = await client.sample(msgspec.structs.replace(request, timeline=timeline))
             if not sampled.token_ids:
                 raise ReplicaUnavailable(f"{sampled.replica} answered without a token")
             if request.message and not sampled.message:
                 raise ReplicaUnavailable(f"{sampled.replica} answered without a message")
-            if sampled.timeline != request.timeline or min(sampled.spans).version < request.min_version:
+            if sampled.timeline != timeline or min(sampled.spans).version < request.min_version:
                 raise ReplicaFenced(
                     "timeline", f"{sampled.replica} answered with weights of another timeline or version"
                 )
             return sampled
 
         def pick(refused: set[str]) -> str | None:
-            return choose(self._candidates(), request.timeline, request.min_version, parent, refused)
+            return choose(self._candidates(), request.min_version, parent, refused)
 
-        return await self._on_one(one, pick, request.timeline)
+        return await self._on_one(one, pick, samples=True)
 
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, answered: bool, near: str | None
@@ -139,7 +141,8 @@ class Fleet:
         `RenderRefused`."""
         listed = [dict(tool) for tool in tools] or None
         return await self._on_one(
-            lambda client: client.render(messages, listed, add_generation_prompt=not answered), self._translator(near)
+            lambda client, _: client.render(messages, listed, add_generation_prompt=not answered),
+            self._translator(near),
         )
 
     async def aclose(self) -> None:
@@ -147,7 +150,7 @@ class Fleet:
 
     def _candidates(self) -> list[Candidate]:
         return [
-            Candidate(each.id, each.state == "HEALTHY", each.timeline, each.version, self._calls[each.id])
+            Candidate(each.id, each.state == "HEALTHY", each.version, self._calls[each.id])
             for each in self._replicas.values()
         ]
 
@@ -162,12 +165,13 @@ class Fleet:
 
     async def _on_one(
         self,
-        ask: Callable[[ReplicaApi], Coroutine[Any, Any, T]],
+        ask: Callable[[ReplicaApi, str], Coroutine[Any, Any, T]],
         pick: Callable[[set[str]], str | None],
-        timeline: str | None = None,
+        *,
+        samples: bool = False,
     ) -> T:
-        """Return the answer of the replica that `pick` chooses. One that can't answer is skipped for a moment, or until there is news.
-        `timeline` is that of the weights, if the work needs any."""
+        """Return the answer of the replica that `pick` chooses, and `ask` asks on the timeline of its weights. One that can't answer is
+        skipped for a moment, or until there is news."""
         refused: set[str] = set()
         lost: set[str] = set()
         while True:
@@ -181,14 +185,16 @@ class Fleet:
                         await news.wait()
                 continue
             self._calls[replica] += 1
+            timeline = self._replicas[replica].timeline
             try:
-                return await self._answer(ask(self._client(replica)), replica, timeline)
+                asking = ask(self._client(replica), timeline)
+                return await self._answer(asking, replica, timeline if samples else None)
             except (ReplicaFenced, ReplicaUnavailable) as error:
                 log.info("%s: %s", replica, error)
                 metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
                 refused.add(replica)
                 may_have_request = isinstance(error, ReplicaUnavailable) and not isinstance(error.__cause__, NotReached)
-                if timeline is not None and may_have_request:
+                if samples and may_have_request:
                     lost.add(replica)
                     if len(lost) >= _MOST_LOST:
                         raise CallFailed(

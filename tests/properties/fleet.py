@@ -547,7 +547,7 @@ class Fleet(Scoring):
         assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
         assert lease.token not in self.tokens, "a token is never used twice"
         self.tokens.add(lease.token)
-        held.token = lease.token
+        held.token, held.version = lease.token, lease.version
         self.begin_lease(held)
         assert lease.expires_in_s == (held.lease_end - self.now) / 1000
 
@@ -563,15 +563,15 @@ class Fleet(Scoring):
 
     def _of_lease(self, lease: Lease) -> Held:
         self.expire()
-        if self._is_foreign(lease):
+        if self.is_foreign(lease):
             self.refuse(WrongTimeline)
         return self.held_lease(lease.group.id, lease.token)
 
-    def _is_foreign(self, lease: Lease) -> bool:
-        """Whether the lease is of an earlier timeline or incarnation, and did not outlive its end."""
+    def is_foreign(self, lease: Lease, timeline: str | None = None) -> bool:
+        """Whether the lease is of an earlier timeline (or the one that a call names) or incarnation, and did not outlive its end."""
         held = self.groups.get(lease.group.id)
         outlives = held is not None and held.token == lease.token
-        return lease.incarnation != self.incarnation or (lease.timeline != self.timeline and not outlives)
+        return lease.incarnation != self.incarnation or ((timeline or lease.timeline) != self.timeline and not outlives)
 
     # -- trajectories
 
@@ -590,7 +590,7 @@ class Fleet(Scoring):
         for places in fences.values():
             self.expire(fills=True)
             for place in places:
-                if self._is_foreign(items[place][0]):
+                if self.is_foreign(items[place][0]):
                     answers[place] = self.refusal(WrongTimeline(""))
                 else:
                     answers[place] = take(*items[place])

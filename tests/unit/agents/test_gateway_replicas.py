@@ -184,10 +184,18 @@ async def test_with_no_healthy_replica_calls_wait_and_clocks_stand_still() -> No
         assert "agents.think_s" in await opened.episode.over
 
 
-@pytest.mark.parametrize("other", [replica("replica-1", timeline="before"), replica("replica-1", version=2)])
-async def test_a_replica_of_another_timeline_or_older_weights_is_not_asked(other: Any) -> None:
+async def test_calls_go_on_on_the_timeline_after_a_rewind() -> None:
     async with open_episode() as opened, opened.client() as client:
-        opened.fleet.note([other])
+        await ask(client)
+        opened.replicas["replica-1"].policy.timeline = "after"
+        opened.fleet.note([replica("replica-1", timeline="after")])
+        await ask(client)
+    assert opened.timelines == ["now", "after"]
+
+
+async def test_a_replica_of_older_weights_is_not_asked() -> None:
+    async with open_episode() as opened, opened.client() as client:
+        opened.fleet.note([replica("replica-1", version=2)])
         asking = asyncio.create_task(ask(client))
         await eventually(lambda: opened.episode.session.calls and opened.episode.session.calls[0].reserved)
         assert not opened.replicas["replica-1"].policy.asked
