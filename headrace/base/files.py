@@ -91,6 +91,15 @@ def is_gone(path: Path) -> bool:
     return False
 
 
+def signature(path: Path) -> tuple[int, int, int] | None:
+    """Return values that change whenever the file does; None while it can't be looked at: an editor may be replacing it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
 def cut_torn_line(path: Path) -> None:
     """Remove the half line that a process leaves when it is killed during a write, so that the next line is not appended to it."""
     if not path.exists():

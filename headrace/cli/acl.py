@@ -22,7 +22,6 @@ def acl(
         typer.Option(
             "--credentials",
             help="File with a line `redis ROLE PASSWORD` for each role. It is created, or completed with random passwords.",
-            show_default=False,
         ),
     ] = ...,  # type: ignore[assignment]
     own_server: Annotated[

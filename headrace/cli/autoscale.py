@@ -25,25 +25,16 @@ from headrace.run import history
 
 def autoscale(
     run: RunArgument,
-    most: Annotated[
-        int,
-        typer.Option("--max", min=1, help="The most replicas, those of `headrace up` included.", show_default=False),
-    ],
+    most: Annotated[int, typer.Option("--max", min=1, help="The most replicas, those of `headrace up` included.")],
     devices: Annotated[
-        str | None,
-        typer.Option(metavar="N,…", help="GPUs of this machine that further replicas may take.", show_default=False),
+        str | None, typer.Option(metavar="N,…", help="GPUs of this machine that further replicas may take.")
     ] = None,
     submit: Annotated[
         str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Start a replica by this command, which prints the job's id last.",
-            show_default=False,
-        ),
+        typer.Option(metavar="COMMAND", help="Start a replica by this command, which prints the job's id last."),
     ] = None,
     cancel: Annotated[
-        str | None,
-        typer.Option(metavar="COMMAND", help="End the job {id} by this command, with SIGTERM.", show_default=False),
+        str | None, typer.Option(metavar="COMMAND", help="End the job {id} by this command, with SIGTERM.")
     ] = None,
 ) -> None:
     """Start further replicas of a run that is up while its trainer waits for generation, and end them when fewer do as well.

@@ -27,7 +27,6 @@ def certs(
         typer.Argument(
             metavar="HOST…",
             help="A machine that gets a certificate: the name or address at which others reach it, or several, NAME,NAME,…",
-            show_default=False,
         ),
     ],
     directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where to write them.")] = Path("certs"),

@@ -17,24 +17,16 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 from headrace.base.errors import HeadraceError, MissingPackage
 from headrace.base.printable import LineFormatter, printable, without_keys
 
-ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.", show_default=False)]
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.", show_default=False)]
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML.")]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[key=value]…", help="Overrides, for example grpo.num_prompts_per_step=8.", show_default=False
-    ),
+    list[str] | None, typer.Argument(metavar="[key=value]…", help="Overrides, for example grpo.num_prompts_per_step=8.")
 ]
 OverridesOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="key=value", help="Override a key of it; may be repeated.", show_default=False),
+    list[str] | None, typer.Option("--set", metavar="key=value", help="Override a key of it; may be repeated.")
 ]
-RunOption = Annotated[
-    str, typer.Option("--run", metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
-]
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's folder, or its id under ./runs.", show_default=False)
-]
+RunOption = Annotated[str, typer.Option("--run", metavar="RUN", help="The run's folder, or its id under ./runs.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder, or its id under ./runs.")]
 
 
 RUN = "--run"

@@ -15,9 +15,7 @@ from headrace.net.credentials import FILE, Credentials, complete, list_roles, wr
 def credentials(
     config: ConfigArgument,
     overrides: Overrides = None,
-    directory: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where to write them.", show_default=False)
-    ] = ...,  # type: ignore[assignment]
+    directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where to write them.")] = ...,  # type: ignore[assignment]
 ) -> None:
     """Write DIR/credentials with all tokens of the run, and beside it a file for each service with the tokens that it needs.
 

@@ -21,11 +21,6 @@ from headrace.launch.chart_values import Cluster, chart_values
 app = App(help="Write the job or the values of a chart that run a configuration on a cluster.", no_args_is_help=True)
 
 
-@app.callback()
-def deploy() -> None:
-    """Write the job or the values of a chart that run a configuration on a cluster."""
-
-
 @app.command("slurm")
 def write_slurm(
     config: ConfigArgument,
@@ -67,7 +62,6 @@ def write_helm(
             "--environment",
             metavar="NAME=IMAGE",
             help="The image that runs your environment env.NAME; may be repeated.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:

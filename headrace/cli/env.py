@@ -21,6 +21,7 @@ from rich.table import Table
 import headrace
 from headrace.base.addresses import LOOPBACK
 from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.files import signature
 from headrace.cli import env_calibrate, env_check, env_new, env_try
 from headrace.cli.common import WIDTH, App, RunArgument, RunOption, cell, log_lines, plain_table, say
 from headrace.cli.status import waits_for
@@ -29,7 +30,7 @@ from headrace.env import environment_file
 from headrace.launch import environment_processes, runs
 from headrace.launch.buffer import open_buffer
 from headrace.net import rpc
-from headrace.net.credentials import FILE, Credentials, load_credentials
+from headrace.net.credentials import FILE, Credentials, make_token_source
 from headrace.replay import EnvironmentState
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 
@@ -44,7 +45,6 @@ Target = Annotated[
     typer.Argument(
         metavar="FILE.py[:NAME]",
         help="A subclass of headrace.Environment, or a reward function; FILE.py is enough if it has just one.",
-        show_default=False,
     ),
 ]
 
@@ -59,20 +59,15 @@ def serve(
             max=65535,
             envvar=environment_processes.PORT,
             help="The port to listen on; 0 chooses a free one and logs it.",
-            show_default=False,
         ),
     ],
     host: Annotated[str, typer.Option(envvar=environment_processes.HOST, help="The host to listen on.")] = LOOPBACK,
     token_file: Annotated[
         str | None,
-        typer.Option(
-            envvar=environment_processes.TOKEN_FILE,
-            help="A file with a line `environment NAME TOKEN`.",
-            show_default=False,
-        ),
+        typer.Option(envvar=environment_processes.TOKEN_FILE, help="A file with a line `environment NAME TOKEN`."),
     ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
-    tls_key: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM file.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file.")] = None,
 ) -> None:
     """Serve an environment over gRPC until SIGTERM or Ctrl-C, like headrace.serve."""
     log_lines()
@@ -83,17 +78,11 @@ def serve(
 @app.command()
 def attach(
     target: Target,
-    hub: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The run's reward hub.", show_default=False)],
-    name: Annotated[
-        str | None, typer.Option(help="The name in env.NAME; by default the environment's own.", show_default=False)
-    ] = None,
-    capacity: Annotated[
-        int | None, typer.Option(min=1, help="Samples to work on at a time.", show_default=False)
-    ] = None,
-    token_file: Annotated[
-        str | None, typer.Option(help="A file with a line `environment NAME TOKEN`.", show_default=False)
-    ] = None,
-    tls_ca: Annotated[str | None, typer.Option(help="PEM file.", show_default=False)] = None,
+    hub: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The run's reward hub.")],
+    name: Annotated[str | None, typer.Option(help="The name in env.NAME; by default the environment's own.")] = None,
+    capacity: Annotated[int | None, typer.Option(min=1, help="Samples to work on at a time.")] = None,
+    token_file: Annotated[str | None, typer.Option(help="A file with a line `environment NAME TOKEN`.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="PEM file.")] = None,
     reload: Annotated[bool, typer.Option("--reload", help="Reload the file and attach again when it changes.")] = False,
 ) -> None:
     """Attach an environment to a run's reward hub until SIGTERM or Ctrl-C, like headrace.attach. It listens on no port."""
@@ -101,7 +90,7 @@ def attach(
     target = environment_file.complete_target(target)
     file, attached, changed = environment_file.path_of(target), None, True
     while changed:
-        seen = _stamp(file)  # before the file is read, so that a later write counts as another change
+        seen = signature(file)  # before the file is read, so that a later write counts as another change
         try:
             loaded = environment_file.load(target)
             name = name or loaded.label
@@ -116,17 +105,8 @@ def attach(
         changed = attached.wait(functools.partial(_differs, file, seen) if reload else lambda: False)
 
 
-def _differs(file: Path, seen: tuple[int, ...]) -> bool:
-    return _stamp(file) != seen
-
-
-def _stamp(file: Path) -> tuple[int, ...]:
-    """Return values that change whenever the file does; an empty tuple while it doesn't exist."""
-    try:
-        found = file.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+def _differs(file: Path, seen: tuple[int, int, int] | None) -> bool:
+    return signature(file) != seen
 
 
 @app.command("list")
@@ -171,8 +151,7 @@ async def _read(
 ) -> tuple[dict[str, reward_pb2.ListEnvironmentsResponse], dict[str, str], Sequence[EnvironmentState]]:
     """Return each hub's answer by its address, why other hubs don't answer, and the buffer's states of the environments. Raises
     `ServiceError` if no hub answers."""
-    credentials = load_credentials(config)
-    token = None if credentials is None else credentials.make_token_source("reader")
+    token = make_token_source(config, "reader")
     hubs, away = {}, {}
     for address in config.reward.addresses:
         async with rpc.channel(address, security=config.security, token=token) as channel:
@@ -219,7 +198,7 @@ app.command(name="try")(env_try.try_)
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Argument(help="The environment, as env.NAME names it.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="The environment, as env.NAME names it.")],
     run: RunOption,
 ) -> None:
     """Print the line `environment NAME TOKEN`, for `headrace.attach(…, token=…)` or its token_file. Its holder may attach as NAME."""

@@ -32,7 +32,6 @@ TargetArgument = Annotated[
         metavar="TARGET|FILE.py[:NAME]",
         help="The host:port of a served environment, in any language; or a file with a subclass of headrace.Environment, or a reward "
         "function.",
-        show_default=False,
     ),
 ]
 
@@ -45,19 +44,14 @@ def check(
             "--samples",
             metavar="FILE.jsonl",
             help="Your samples and their expected results, one per line: completion, extra_env_info, prompt, reward, components, status.",
-            show_default=False,
         ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Timeout of one call in seconds, like env.NAME.timeout_s.")
     ] = conformance.TIMEOUT_S,
-    token_file: Annotated[
-        Path | None, typer.Option(help="A file with a line `environment NAME TOKEN`.", show_default=False)
-    ] = None,
-    name: Annotated[str, typer.Option(help="With --token-file: the NAME.", show_default=False)] = "",
-    tls_ca: Annotated[
-        str | None, typer.Option(help="PEM file of the authority that signed its certificate.", show_default=False)
-    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help="A file with a line `environment NAME TOKEN`.")] = None,
+    name: Annotated[str, typer.Option(help="With --token-file: the NAME.")] = "",
+    tls_ca: Annotated[str | None, typer.Option(help="PEM file of the authority that signed its certificate.")] = None,
     insecure: Annotated[bool, typer.Option(help="Connect to another machine without TLS.")] = False,
 ) -> None:
     """Call an environment in all the ways that a run does, and print what is right, what is wrong, and how to fix it.

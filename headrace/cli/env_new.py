@@ -141,12 +141,7 @@ _GOLDEN = (
 
 
 def new(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="The name of the environment, its file and its folder.", show_default=False
-        ),
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the environment, its file and its folder.")],
 ) -> None:
     """Make a folder with an environment, its test, golden samples, problems, and a configuration that trains on them."""
     folder = Path(name)

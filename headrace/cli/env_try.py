@@ -38,29 +38,20 @@ def try_(
             metavar="FILE.jsonl",
             help="Problems, one per line: `input` is the prompt, `output` the answer, and all other fields are for the environment. "
             "Other names: --set data.default.input_key=NAME and data.default.output_key=NAME.",
-            show_default=False,
         ),
     ],
     model: Annotated[
-        str,
-        typer.Option(
-            metavar="RUN[@STEP]|DIR|MODEL", help="The model that writes, as for headrace eval.", show_default=False
-        ),
+        str, typer.Option(metavar="RUN[@STEP]|DIR|MODEL", help="The model that writes, as for headrace eval.")
     ],
     samples: Annotated[int, typer.Option("-n", min=1, help="Completions of each prompt.")] = 8,
     first: Annotated[int, typer.Option(min=1, help="Number of prompts, from the first line on.")] = 8,
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            help="A YAML with the sampling and the sizes to use; by default the run's own.",
-            show_default=False,
-        ),
+        typer.Option("--config", "-c", help="A YAML with the sampling and the sizes to use; by default the run's own."),
     ] = None,
     overrides: OverridesOption = None,
     page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write them as an HTML page.", show_default=False)
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write them as an HTML page.")
     ] = None,
 ) -> None:
     """Sample a few completions of some prompts, and show their rewards, components and spread, and how many groups would teach nothing.

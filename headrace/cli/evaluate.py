@@ -46,7 +46,6 @@ def evaluate(
             metavar="RUN[@STEP]|DIR|MODEL",
             help="A run and one of its checkpoints: `latest` (the default), `best`, a number, or 0 for the initial model. Or, with "
             "--config, a model's directory or its name on the Hugging Face Hub.",
-            show_default=False,
         ),
     ],
     data: Annotated[
@@ -55,31 +54,23 @@ def evaluate(
             metavar="[DATA]…",
             help="`validation` (the default) and `train` of the run, JSONL and Parquet files, folders, data sets on the Hugging Face Hub "
             "(gsm8k, owner/name).",
-            show_default=False,
         ),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Completions of each prompt.")] = 1,
     temperature: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            help="0 is greedy; by default policy.generation.val_temperature of the run.",
-            show_default=False,
-        ),
+        typer.Option(min=0.0, help="0 is greedy; by default policy.generation.val_temperature of the run."),
     ] = None,
     threshold: Annotated[float, typer.Option(help="The lowest reward with which a completion passes.")] = THRESHOLD,
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config",
-            "-c",
-            help="The YAML with the environments and the sampling to use; by default the run's own.",
-            show_default=False,
+            "--config", "-c", help="The YAML with the environments and the sampling to use; by default the run's own."
         ),
     ] = None,
     overrides: OverridesOption = None,
     output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.", show_default=False)
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.")
     ] = None,
 ) -> None:
     """Evaluate a model: pass@k, rewards and lengths on data sets, scored by the run's own environments.

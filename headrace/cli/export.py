@@ -31,9 +31,7 @@ _ON_THE_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 def export(
     model: WeightsArgument,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder, or an empty one.", show_default=False)
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="A new folder, or an empty one.")],
 ) -> None:
     """Write a model to its own folder: weights, tokenizer, chat template, and a model card that states its origin."""
     found = weights.find_local(model)

@@ -21,9 +21,9 @@ from headrace.cli.samples import draw_group
 from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.buffer import open_buffer
-from headrace.records.group_event import GroupEvent
+from headrace.records.group_event import GroupEvent, GroupState
 from headrace.records.origin import GroupLineage, Origin, TokenRange
-from headrace.replay import GroupState, HeldGroup, ReplayClient
+from headrace.replay import HeldGroup, ReplayClient
 from headrace.run import export as jsonl
 from headrace.run import group_files
 from headrace.run.group_history import GroupHistory
@@ -45,16 +45,13 @@ def find(
         typer.Argument(
             metavar="TEXT|FILE:LINE|ID",
             help="Part of the prompt or of the expected answer; a row of a data set; or the group's id.",
-            show_default=False,
         ),
     ] = None,
     state: StateOption = None,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Only groups whose reason contains this text.")] = "",
-    step: Annotated[int | None, typer.Option(help="Only groups of this step.", show_default=False)] = None,
-    environment: Annotated[
-        str | None, typer.Option("--env", help="Only of this environment.", show_default=False)
-    ] = None,
-    replica: Annotated[str | None, typer.Option(help="Only groups that this replica had.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option(help="Only groups of this step.")] = None,
+    environment: Annotated[str | None, typer.Option("--env", help="Only of this environment.")] = None,
+    replica: Annotated[str | None, typer.Option(help="Only groups that this replica had.")] = None,
     sort: Annotated[str, typer.Option(help=f"One of {', '.join(SORTS)}; after a - the highest first.")] = "order",
     number: Annotated[int, typer.Option("-n", help="How many groups to show.")] = 20,
 ) -> None:
@@ -101,7 +98,7 @@ def _line(group: GroupSummary) -> Iterator[str]:
 
 @app.command()
 def show(
-    group: Annotated[str, typer.Argument(metavar="ID", help="The group's id.", show_default=False)],
+    group: Annotated[str, typer.Argument(metavar="ID", help="The group's id.")],
     run: RunOption,
     text: Annotated[bool, typer.Option("--text", help="Show the prompt and the completions too.")] = False,
     story: Annotated[bool, typer.Option("--story", help="Show everything that happened to it.")] = False,
@@ -188,7 +185,7 @@ def list_groups(run: RunOption, state: StateOption = None) -> None:
 @app.command()
 def export(
     run: RunOption,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="JSON lines.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="JSON lines.")],
     state: StateOption = None,
 ) -> None:
     """Write every trajectory in the buffer, waiting or retained (replay.retain_steps), one per line. `headrace.run.export` reads them."""
@@ -199,11 +196,9 @@ def export(
 @app.command()
 def retry(
     run: RunOption,
-    groups: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]…", help="Groups that failed.", show_default=False)
-    ] = None,
+    groups: Annotated[list[str] | None, typer.Argument(metavar="[ID]…", help="Groups that failed.")] = None,
     reason: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="All groups whose reason contains this text.", show_default=False)
+        str | None, typer.Option(metavar="TEXT", help="All groups whose reason contains this text.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All groups that failed.")] = False,
 ) -> None:

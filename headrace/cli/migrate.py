@@ -19,10 +19,7 @@ Out = Annotated[
     typer.Option("--out", "-o", metavar="FILE", help="The file to write, which must not exist; by default stdout."),
 ]
 Steps = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Trainer steps of the run, for schedules, if only the data decides it.", show_default=False
-    ),
+    int | None, typer.Option(min=1, help="Trainer steps of the run, for schedules, if only the data decides it.")
 ]
 
 
@@ -31,9 +28,7 @@ def of_trl(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="FILE.py|COMMAND",
-            help="A script that calls GRPOTrainer, or the command that runs one, in quotes.",
-            show_default=False,
+            metavar="FILE.py|COMMAND", help="A script that calls GRPOTrainer, or the command that runs one, in quotes."
         ),
     ],
     out: Out = None,
@@ -49,9 +44,7 @@ def of_verl(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="FILE.sh|COMMAND",
-            help="A script with verl's overrides, or a command or the overrides, in quotes.",
-            show_default=False,
+            metavar="FILE.sh|COMMAND", help="A script with verl's overrides, or a command or the overrides, in quotes."
         ),
     ],
     out: Out = None,

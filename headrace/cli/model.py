@@ -12,8 +12,8 @@ from headrace.launch.entry_points import load_entry_point
 
 
 def model(
-    name: Annotated[str, typer.Argument(help="tiny, tiny-two-turns, tiny-calculator or smollm2.", show_default=False)],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="tiny, tiny-two-turns, tiny-calculator or smollm2.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.")],
 ) -> None:
     """Make a model: `tiny`, a small arithmetic model that is warmed up now; `tiny-two-turns`, which was asked again after wrong answers;
     `tiny-calculator`, which seldom calls its tool; or `smollm2`, the real SmolLM2-135M-Instruct."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
@@ -13,17 +14,14 @@ import typer
 
 from headrace.base.errors import ConfigError, HeadraceError, MissingPackage, ServiceError
 from headrace.base.scratch import scratch_folder
-from headrace.base.tls import client_context
 from headrace.cli import common
 from headrace.config import Config, load
 from headrace.launch import exposure, runs
-from headrace.launch.probe import http_get
+from headrace.launch.probe import ask_ready
 from headrace.net import credentials
 from headrace.net.http_access import HttpAccess, new_code
 from headrace.net.service import bind, ending_recorded
 from headrace.run.history import read_record
-
-_HTTP_OK = 200
 
 
 def page(
@@ -41,7 +39,6 @@ def page(
             "--config",
             "-c",
             help="Serve the page as a service of the run with this YAML: at its page.host and page.port, with its credentials.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -132,17 +129,9 @@ def _served(folder: Path, run: str | None) -> Iterator[Config]:
             if name != run and (record is None or record.state != "running"):
                 continue
             config = runs.load_saved(folder / name / runs.SAVED)
-            if config.page.port and asyncio.run(_answers(config)):
-                yield config
+            if config.page.port is not None:
+                status, _ = asyncio.run(ask_ready(config, config.page.host, config.page.port, timeout_s=2.0))
+                if status == HTTPStatus.OK:
+                    yield config
         except HeadraceError:  # another run's folder: what is wrong with it is shown on the page
             continue
-
-
-async def _answers(config: Config) -> bool:
-    known = credentials.load_credentials(config)
-    tokens = [] if known is None else known.tokens("reader")
-    tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
-    status, _ = await http_get(
-        config.page.host, config.page.port or 0, "/readyz", tokens[0] if tokens else "", tls, timeout_s=2.0
-    )
-    return status == _HTTP_OK

@@ -30,11 +30,6 @@ app = App(help="Tell whether a run fits its GPUs, and which side of it holds up 
 GIB = 2**30
 
 
-@app.callback()
-def plans() -> None:
-    """Tell whether a run fits its GPUs, and which side of it holds up the other."""
-
-
 @app.command()
 def memory(
     config: ConfigArgument,
@@ -115,14 +110,12 @@ _ROWS: Mapping[str, str] = {
 
 
 def _before_first(help: str, **given: Any) -> Any:
-    return typer.Option(help=f"Before the first run: {help}", show_default=False, **given)
+    return typer.Option(help=f"Before the first run: {help}", **given)
 
 
 @app.command()
 def balance(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN|CONFIG", help="The run's folder or id, or a run's YAML.", show_default=False)
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN|CONFIG", help="The run's folder or id, or a run's YAML.")],
     overrides: Overrides = None,
     window: Annotated[
         Window, typer.Option(help="The steps of the run that are measured: the last, the last 10, or all.")
@@ -130,9 +123,7 @@ def balance(
     prices: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="YAML with the price of an hour of a rollout_device, a trainer_device and a cpu.",
-            show_default=False,
+            metavar="FILE", help="YAML with the price of an hour of a rollout_device, a trainer_device and a cpu."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,

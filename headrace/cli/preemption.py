@@ -18,11 +18,9 @@ _LOOK_S = 5.0
 def preemption_watch(
     command: Annotated[
         list[str],
-        typer.Argument(
-            metavar="COMMAND...", help="What to run, after --: headrace up run.yaml, or a service.", show_default=False
-        ),
+        typer.Argument(metavar="COMMAND...", help="What to run, after --: headrace up run.yaml, or a service."),
     ],
-    cloud: Annotated[Cloud, typer.Option(help="Whose machine this is.", show_default=False)],
+    cloud: Annotated[Cloud, typer.Option(help="Whose machine this is.")],
     server: Annotated[
         str | None, typer.Option("--metadata", help="Another address of the metadata server.", hidden=True)
     ] = None,

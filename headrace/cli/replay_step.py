@@ -14,7 +14,7 @@ from headrace.launch.entry_points import load_entry_point
 
 
 def replay_step(
-    step: Annotated[int, typer.Argument(metavar="N", min=0, help="The step.", show_default=False)],
+    step: Annotated[int, typer.Argument(metavar="N", min=0, help="The step.")],
     run: RunOption,
     tolerance: Annotated[
         float,

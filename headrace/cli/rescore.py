@@ -30,7 +30,7 @@ from headrace.launch.buffer import open_buffer
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.served_file import environment_at
 from headrace.net import rpc
-from headrace.net.credentials import load_credentials
+from headrace.net.credentials import make_token_source
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group
 from headrace.replay import HeldGroup
@@ -55,7 +55,6 @@ def rescore(
             "--env",
             metavar="NAME|FILE.py[:CLASS]|HOST:PORT",
             help="The environment that scores: one of the run's configuration, as it is now; a file; or a process that serves one.",
-            show_default=False,
         ),
     ],
     overrides: Annotated[
@@ -64,12 +63,10 @@ def rescore(
             "--set",
             metavar="key=value",
             help="Override a key of the run's configuration, for example env.NAME.threshold; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     of: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Only groups that environment env.NAME scored.", show_default=False),
+        str | None, typer.Option(metavar="NAME", help="Only groups that environment env.NAME scored.")
     ] = None,
     count: Annotated[
         int, typer.Option("-n", min=0, help="Show this many of the completions whose rewards differ most.")
@@ -187,8 +184,7 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
             }
         )
         hub = await stack.enter_async_context(running(alone))
-        credentials = load_credentials(alone)
-        token = None if credentials is None else credentials.make_token_source("scorer")
+        token = make_token_source(alone, "scorer")
         channel = rpc.channel(with_port(LOOPBACK, hub.port), config.reward.max_message_bytes, token=token)
         stub = reward_pb2_grpc.RewardServiceStub(await stack.enter_async_context(channel))
         yield stub, await _describe(stub, name)

@@ -24,9 +24,7 @@ WHY = "WHY.txt"
 
 def rewind(
     run: RunArgument,
-    version: Annotated[
-        int, typer.Argument(metavar="VERSION", help="The checkpoint to continue from.", show_default=False)
-    ],
+    version: Annotated[int, typer.Argument(metavar="VERSION", help="The checkpoint to continue from.")],
     folder: Annotated[
         Path | None, typer.Option("--dir", help="The folder of RUN, instead of ./runs.", hidden=True)
     ] = None,

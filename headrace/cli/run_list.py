@@ -60,12 +60,10 @@ def compare(
             "--metric",
             metavar="NAME",
             help="A metric to show step by step, as train:NAME or val:NAME; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     page: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Also write a page with both runs' curves.", show_default=False),
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with both runs' curves.")
     ] = None,
 ) -> None:
     """Show two runs side by side: their states, best values, times, metrics at the same steps, and where their configurations differ."""
@@ -93,12 +91,9 @@ def compare(
 @app.command()
 def fork(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN[@STEP]", help="A run, and one of its checkpoints; by default the newest.", show_default=False
-        ),
+        str, typer.Argument(metavar="RUN[@STEP]", help="A run, and one of its checkpoints; by default the newest.")
     ],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The new run's id, or its folder.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The new run's id, or its folder.")],
 ) -> None:
     """Make a new run that continues from a checkpoint of another one: with its configuration, order of prompts, optimizer, metrics and
     lineage so far, and a buffer of its own. The other run is not changed, and may be up."""
@@ -120,12 +115,9 @@ def fetch(
         typer.Argument(
             metavar="URL[@STEP]",
             help="A run in a store, as checkpointing.store and the run's id, and one of its checkpoints; by default the newest.",
-            show_default=False,
         ),
     ],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Where to; by default runs/RUN.", show_default=False)
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="FOLDER", help="Where to; by default runs/RUN.")] = None,
 ) -> None:
     """Fetch a run from an object store: a checkpoint, its metrics, lineage, and what became of every prompt. Its samples are not there."""
     place, at, step = url.rpartition("@")

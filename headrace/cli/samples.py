@@ -45,18 +45,14 @@ Texts = Callable[[Sequence[int]], Sequence[str]]
 
 def samples(
     run: RunArgument,
-    step: Annotated[
-        int | None, typer.Option(min=0, help="The step; by default the newest.", show_default=False)
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="The step; by default the newest.")] = None,
     validation: Annotated[
         bool, typer.Option("--validation", help="Show a validation; the step is the version that it evaluated.")
     ] = False,
     best: Annotated[bool, typer.Option("--best", help="Groups with the highest mean reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Groups with the lowest mean reward first.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Groups that failed, newest first, and why.")] = False,
-    prompt: Annotated[
-        str, typer.Option(metavar="TEXT", help="Only groups with this text in their prompt.", show_default=False)
-    ] = "",
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Only groups with this text in their prompt.")] = "",
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Show each token with its log-probability, ratio and loss.")
     ] = False,

@@ -17,6 +17,7 @@ from headrace.base import devices
 from headrace.base.addresses import LOOPBACK, is_loopback, with_port
 from headrace.base.errors import ConfigError
 from headrace.base.scratch import scratch_folder
+from headrace.base.tasks import cancel
 from headrace.cli import weights
 from headrace.cli.common import check_engine
 from headrace.cli.weights import NamedModel, WeightsArgument
@@ -34,23 +35,16 @@ def serve(
     model: WeightsArgument,
     options: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[-- VLLM_OPTION…]", help="Options of vLLM's server, as for `vllm serve`.", show_default=False
-        ),
+        typer.Argument(metavar="[-- VLLM_OPTION…]", help="Options of vLLM's server, as for `vllm serve`."),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen.")] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     tls_cert: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Certificate chain (PEM); by default security.tls_cert of the run.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Certificate chain (PEM); by default security.tls_cert of the run."),
     ] = None,
     tls_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Its private key (PEM); by default security.tls_key of the run.", show_default=False
-        ),
+        str | None, typer.Option(metavar="FILE", help="Its private key (PEM); by default security.tls_key of the run.")
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond the loopback interface without TLS.")
@@ -181,8 +175,6 @@ async def _run(options: Sequence[str], environ: Mapping[str, str]) -> int:
             return code if code >= 0 else 128 - code
         return 128 + signals[0]
     finally:
-        running.cancel()
-        stopping.cancel()
-        await asyncio.gather(running, stopping, return_exceptions=True)
+        await cancel([running, stopping])
         await supervisor.stop([server])
         supervisor.close()

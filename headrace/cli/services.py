@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.base.errors import ConfigError, ReplayUnavailable, Restartable, StoppedByAlarm
+from headrace.base.errors import ConfigError, ReplayUnavailable, Restartable
 from headrace.base.files import is_locked
 from headrace.cli import common
 from headrace.cli.common import ConfigOption, Overrides
@@ -19,7 +19,7 @@ from headrace.config.loading import examine
 from headrace.launch import exposure, shell
 from headrace.launch.entry_points import load_entry_point
 from headrace.net import tracing
-from headrace.net.service import EXIT_ALARM, EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
+from headrace.net.service import EXIT_BUFFER_UNAVAILABLE, EXIT_INTERNAL_ERROR, ending_recorded
 from headrace.run import history, start
 
 _log = logging.getLogger("headrace.security")
@@ -57,9 +57,6 @@ def _run(name: str, file: Path, overrides: Sequence[str] | None) -> None:
     except ReplayUnavailable as error:
         common.print_error(error)
         raise typer.Exit(EXIT_BUFFER_UNAVAILABLE) from error
-    except StoppedByAlarm as error:
-        common.print_error(error)
-        raise typer.Exit(EXIT_ALARM) from error
     except Restartable as error:
         common.print_error(error)
         raise typer.Exit(EXIT_INTERNAL_ERROR) from error

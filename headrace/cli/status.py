@@ -12,14 +12,13 @@ import typer
 from rich.console import Console
 
 from headrace.base.errors import ConfigError, ReplayUnavailable
-from headrace.base.tls import client_context
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
 from headrace.cli.display import duration, time_left
 from headrace.cli.run_list import brief, steps, when
 from headrace.config import Config, load
 from headrace.launch import device_plan, runs
-from headrace.launch.probe import http_get, parse_reason
-from headrace.net.credentials import buffer_url, load_credentials
+from headrace.launch.probe import ask_ready, parse_reason
+from headrace.net.credentials import buffer_url
 from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, RunState, frequent
 from headrace.replay.bias import Distribution, Moment, TrajectoryMeter, beyond, skews
 from headrace.run import findings, history, now
@@ -37,18 +36,12 @@ NEWEST = 50
 
 def status(
     config: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG|RUN]", help="The run's YAML, or its folder or id.", show_default=False),
+        Path | None, typer.Argument(metavar="[CONFIG|RUN]", help="The run's YAML, or its folder or id.")
     ] = None,
     overrides: Overrides = None,
     run: Annotated[
         str | None,
-        typer.Option(
-            "--run",
-            metavar="RUN",
-            help="The run's folder, or its id under ./runs, instead of CONFIG.",
-            show_default=False,
-        ),
+        typer.Option("--run", metavar="RUN", help="The run's folder, or its id under ./runs, instead of CONFIG."),
     ] = None,
 ) -> None:
     """Show the run, its steps, and the replicas with their URLs. For a run that has ended, show what its folder records."""
@@ -150,13 +143,9 @@ async def _read(
 
 async def _buffer_wait(config: Config) -> str:
     """Return why the replay service waits for the buffer's server; empty if it doesn't, or can't be asked."""
-    credentials = load_credentials(config)
-    tokens = [] if credentials is None else credentials.tokens("reader")
-    if not tokens:
+    if config.security.credentials is None:
         return ""
-    tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
-    host, port = config.replay.host, config.replay.port
-    status, answer = await http_get(host, port, "/readyz", tokens[0], tls)
+    status, answer = await ask_ready(config, config.replay.host, config.replay.port)
     return parse_reason(answer) if status == 503 else ""
 
 

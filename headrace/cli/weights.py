@@ -21,7 +21,6 @@ WeightsArgument = Annotated[
         metavar="RUN[@STEP]|DIR",
         help="A run, by its folder or its id under ./runs, and one of its checkpoints: `latest` (the default), `best` by "
         "checkpointing.metric_name (it may be the initial model), a number, or 0 for the initial model. Or the directory of a model.",
-        show_default=False,
     ),
 ]
 

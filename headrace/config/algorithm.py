@@ -116,12 +116,12 @@ class AdvEstimatorConfig(Section):
     @property
     def takes_kl(self) -> bool:
         """Whether tokens have their own rewards, from which a KL penalty can be taken (`loss_fn.use_kl_in_reward`)."""
-        return False
+        return self.name in ("reinforce_plus_plus", "gae")
 
     @property
     def compares_groups(self) -> bool:
         """Whether an advantage is relative to the other trajectories of a group."""
-        return False
+        return self.name in ("grpo", "gdpo")
 
     @property
     def has_group_baseline(self) -> bool:
@@ -131,15 +131,15 @@ class AdvEstimatorConfig(Section):
     @property
     def weighs_components(self) -> bool:
         """Whether the estimator reads the components of a reward, not only the reward."""
-        return False
+        return self.name == "gdpo"
 
     @property
     def has_teacher(self) -> bool:
-        return False
+        return self.name == "opd"
 
     @property
     def has_value_model(self) -> bool:
-        return False
+        return self.name == "gae"
 
 
 class AlgorithmConfig(Section):

@@ -60,24 +60,8 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
         return self
 
     @property
-    def takes_kl(self) -> bool:
-        return self.name == "reinforce_plus_plus"
-
-    @property
-    def compares_groups(self) -> bool:
-        return self.name in ("grpo", "gdpo")
-
-    @property
     def has_group_baseline(self) -> bool:
         return self.compares_groups or (self.name == "reinforce_plus_plus" and self.minus_baseline)
-
-    @property
-    def weighs_components(self) -> bool:
-        return self.name == "gdpo"
-
-    @property
-    def has_teacher(self) -> bool:
-        return self.name == "opd"
 
 
 class GRPOConfig(AlgorithmConfig):

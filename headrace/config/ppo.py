@@ -54,14 +54,6 @@ class PPOAdvEstimatorConfig(AdvEstimatorConfig):
                 )
         return self
 
-    @property
-    def takes_kl(self) -> bool:
-        return self.name == "gae"
-
-    @property
-    def has_value_model(self) -> bool:
-        return self.name == "gae"
-
 
 class PPOConfig(AlgorithmConfig):
     """PPO with a value model, instead of `grpo`: a configuration has one of the two sections."""

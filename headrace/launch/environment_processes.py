@@ -22,7 +22,7 @@ from headrace.config.environments import (
     TargetConfig,
     VerifiersConfig,
 )
-from headrace.env import environment_file
+from headrace.env import environment_file, program_function
 from headrace.env.verifiers import program
 from headrace.launch.runs import token_file
 from headrace.launch.supervisor import Child, child_environ
@@ -52,7 +52,9 @@ def _check(name: str, env: EnvConfig) -> None:
             except ConfigError as error:
                 raise ConfigError(f"env.{name}.target {error}") from error
         case FunctionConfig():
-            _check_function(name, env.function)
+            where = f"env.{name}.function {env.function}"
+            if problem := _import_problem(program_function.__name__, name, env.function, where=where):
+                raise ConfigError(problem)
         case VerifiersConfig():
             program.check(name, env)
 
@@ -75,30 +77,21 @@ def check_loading(config: Config) -> None:
 
 def loading_problem(target: str) -> str | None:
     """Return why the environment of a file can't be loaded; None if it can."""
-    argv = [sys.executable, "-P", "-m", environment_file.__name__, target]
+    return _import_problem(environment_file.__name__, target, where=target)
+
+
+def _import_problem(module: str, *arguments: str, where: str) -> str | None:
+    """Return why a module of Headrace can't import the user's code that `arguments` name, in its own process, as a run does, so that its
+    imports can't affect this one; None if it can."""
+    argv = [sys.executable, "-P", "-m", module, *arguments]
+    environ = child_environ(os.environ)
     try:
         done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_S,
-            env=child_environ(os.environ),
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S, env=environ
         )
     except subprocess.TimeoutExpired:
-        return f"{target}: it takes more than {_IMPORT_S:g} s to load"
-    return None if done.returncode == 0 else done.stderr.strip() or f"{target}: it ended the process that loaded it"
-
-
-def _check_function(name: str, function: str) -> None:
-    """Import the function in its own process, as a run does, so that its imports can't affect this one."""
-    argv = [sys.executable, "-P", "-m", "headrace.env.program_function", name, function]
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_S)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"env.{name}.function {function}: its import takes more than {_IMPORT_S:g} s") from error
-    if done.returncode:
-        raise ConfigError(done.stderr.strip() or f"env.{name}.function {function}: its import ended the process")
+        return f"{where}: it takes more than {_IMPORT_S:g} s to load"
+    return None if done.returncode == 0 else done.stderr.strip() or f"{where}: it ended the process that loaded it"
 
 
 def describe(config: Config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from headrace.base.devices import DevicePlan
 from headrace.base.errors import HeadraceError, Problems, ReplayUnavailable, ServiceError
 from headrace.base.files import is_gone
 from headrace.base.scratch import remove_abandoned
+from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
 from headrace.config import Config
 from headrace.config.environments import TargetConfig
@@ -129,8 +130,7 @@ class Pipeline:
             work.result()
             return self.summary
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            await cancel([work])
             await self._stop()
 
     def _on_signals(self, interrupted: asyncio.Future[int]) -> None:

@@ -9,7 +9,9 @@ import ssl
 from typing import Any
 
 from headrace.base.addresses import replace_wildcard, with_port
+from headrace.base.tls import client_context
 from headrace.config import Config
+from headrace.net.credentials import load_credentials
 
 # The most that one poll adds to the silence of a service that did not answer.
 LONGEST_PROBE_GAP_S = 10.0
@@ -37,6 +39,14 @@ async def http_get(
         return 0, f"no answer from {target}:{port} ({error})"
     words = head.split(maxsplit=2)
     return (int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0), body
+
+
+async def ask_ready(config: Config, host: str, port: int, timeout_s: float = 5.0) -> tuple[int, str]:
+    """Return what `http_get` does for the `/readyz` of a service of the run, with a reader's token if there is one."""
+    credentials = load_credentials(config)
+    tokens = [] if credentials is None else credentials.tokens("reader")
+    tls = client_context(config.security.tls_ca) if config.security.tls_cert is not None else None
+    return await http_get(host, port, "/readyz", tokens[0] if tokens else "", tls, timeout_s)
 
 
 def parse_json(text: str) -> Any:

@@ -21,6 +21,7 @@ import msgspec
 from headrace.base.addresses import without_proxy
 from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError, StoppedByAlarm
+from headrace.base.files import signature
 from headrace.base.parent import die_with_parent
 from headrace.launch import guard
 from headrace.launch.summary import NOT_STARTED
@@ -127,7 +128,7 @@ class Child:
     environ: Mapping[str, str] | None = None
     is_user_code: bool = False
     source: Path | None = None
-    source_time: int = 0  # when the `source` of the current process was last changed
+    source_signature: tuple[int, ...] | None = None  # of the `source` of the current process
     was_ready: bool = False
     state: str = NOT_STARTED
     pid: int | None = None
@@ -141,10 +142,10 @@ class Child:
 
     def source_changed(self) -> bool:
         """Whether the current process runs an older `source` than the present one. Returns True once for each change."""
-        now = _changed_at(self.source)
-        changed = self.pid is not None and now not in (0, self.source_time)
+        now = None if self.source is None else signature(self.source)
+        changed = self.pid is not None and now not in (None, self.source_signature)
         if changed:
-            self.source_time = now
+            self.source_signature = now
         return changed
 
     def set_ready(self, ready: bool, otherwise: str) -> None:
@@ -278,7 +279,7 @@ class Supervisor:
         """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
         if self._guarding is None:
             self._guarding = asyncio.create_task(self._keep_guard())
-        source_time = _changed_at(child.source)  # before the process reads it
+        source = None if child.source is None else signature(child.source)  # before the process reads it
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:
             log = None
@@ -304,7 +305,7 @@ class Supervisor:
             )
         self._processes[child.name] = process
         child.pid, child.state, child.answered, child.silent_s = process.pid, "starting", False, 0.0
-        child.source_time = source_time
+        child.source_signature = source
         self._notify_guard("+", process.pid)
         bounding = asyncio.create_task(self._bound_log(child))
         try:
@@ -380,14 +381,6 @@ class Supervisor:
             self._guard.stdin.flush()
         except BrokenPipeError:
             return  # it was killed: `_keep_guard` tells the next one every group
-
-
-def _changed_at(path: Path | None) -> int:
-    """Return when the file was last changed, in ns; 0 if it doesn't exist."""
-    try:
-        return 0 if path is None else path.stat().st_mtime_ns
-    except OSError:  # an editor may be replacing it
-        return 0
 
 
 async def _wait(process: subprocess.Popen[Any]) -> int:

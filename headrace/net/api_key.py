@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import os
 from typing import Any
 
@@ -26,16 +25,10 @@ class KeyGuard:
         if scope["type"] == "lifespan" or self._admits(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            body = json.dumps(
-                {"error": {"message": "give the API key as `Authorization: Bearer KEY`", "code": 401}}
-            ).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"www-authenticate", b"Bearer"),
-            ]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            from starlette.responses import JSONResponse  # it is vLLM's, and this module the command's too
+
+            error = {"message": "give the API key as `Authorization: Bearer KEY`", "code": 401}
+            await JSONResponse({"error": error}, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from headrace.base.errors import ConfigError
+from headrace.base.files import signature
 from headrace.base.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Credentials:
     def __init__(self, path: Path) -> None:
         """Read the file. Raises `ConfigError` if it can't be used."""
         self.path = path
-        self._signature = _signature(path)
+        self._signature = signature(path)
         self._lines = _read(path)
         if path.stat().st_mode & 0o004:
             _log.warning("security.credentials %s can be read by everybody on this machine; chmod 600 it", path)
@@ -75,9 +76,8 @@ class Credentials:
 
     def _current(self) -> list[tuple[str, str]]:
         """Return the present lines of the file: none while it can't be read, so that revoked tokens stay revoked."""
-        signature = _signature(self.path)
-        if signature != self._signature:
-            self._signature = signature
+        if (found := signature(self.path)) != self._signature:
+            self._signature = found
             try:
                 self._lines = _read(self.path)
                 _log.info("security.credentials %s was read again", self.path)
@@ -91,6 +91,12 @@ def load_credentials(config: Config) -> Credentials | None:
     """Return the credentials that the configuration names, if any. Raises `ConfigError` if they can't be used."""
     path = config.security.credentials
     return None if path is None else Credentials(Path(path))
+
+
+def make_token_source(config: Config, role: str) -> Callable[[], str] | None:
+    """Return what `Credentials.make_token_source` does; None without credentials. Raises as `load_credentials` does."""
+    credentials = load_credentials(config)
+    return None if credentials is None else credentials.make_token_source(role)
 
 
 def list_roles(config: Config, *, redis: bool) -> list[str]:
@@ -172,12 +178,3 @@ def _read(path: Path) -> list[tuple[str, str]]:
             raise ConfigError(f"security.credentials {path}: line {number} is not `ROLE TOKEN`; correct or delete it")
         lines.append((" ".join(words[:-1]), words[-1]))
     return lines
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Return values that change whenever the file does."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -31,6 +31,8 @@ from headrace.base.tls import CertificateFiles
 from headrace.net.credentials import Credentials, load_credentials, write
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
+
     from headrace.config import Config
 
 CODE = "code"  # the file in the run's folder
@@ -213,28 +215,27 @@ class Guard:
         denial = self._access.refusal(scope["method"], scope["path"], headers, time.time())
         if denial is not None:
             page = denial.status == 401 and scope["method"] == "GET" and "text/html" in headers.get("accept", "")
-            await _answer(send, denial, page=page)
+            await _refusing(denial, page=page)(scope, receive, with_headers(send))
             return
         if scope["path"] == SESSION and scope["method"] == "POST":
             await self._sign_in(receive, send, secure=scope.get("scheme") == "https")
             return
-        await self._app(scope, receive, _with_headers(send))
+        await self._app(scope, receive, with_headers(send))
 
     async def _sign_in(self, receive: Any, send: Any, *, secure: bool) -> None:
+        from starlette.responses import Response
+
         body, more = b"", True
         while more and len(body) <= _LONGEST_SIGN_IN:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         cookie = self._access.exchange(body, time.time(), secure=secure)
         if cookie is None:
-            await _answer(
-                send, Denial(401, "the code is wrong, or was already used; `headrace page RUN` prints another")
-            )
-            return
-        await _with_headers(send)(
-            {"type": "http.response.start", "status": 204, "headers": [(b"set-cookie", cookie.encode("latin-1"))]}
-        )
-        await send({"type": "http.response.body", "body": b""})
+            reason = "the code is wrong, or was already used; `headrace page RUN` prints another"
+            response = _refusing(Denial(401, reason))
+        else:
+            response = Response(status_code=204, headers={"set-cookie": cookie})
+        await response({"type": "http"}, receive, with_headers(send))
 
 
 def new_code(run_folder: Path) -> str:
@@ -256,28 +257,24 @@ def code_file(run_folder: Path) -> Path:
     return cache / "headrace" / CODE / hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:32]
 
 
-async def _answer(send: Any, denial: Denial, *, page: bool = False) -> None:
-    body = _SIGN_IN_PAGE if page else json.dumps({"detail": denial.reason})
-    content = "text/html; charset=utf-8" if page else "application/json"
-    headers = {"content-type": content, "content-length": str(len(body.encode()))}
+def _refusing(denial: Denial, *, page: bool = False) -> Response:
+    from starlette.responses import HTMLResponse, JSONResponse
+
+    headers = {"www-authenticate": "Bearer"} if denial.status == 401 else {}
     if page:
-        headers["content-security-policy"] = _SIGN_IN_POLICY
-    if denial.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-    await _with_headers(send)({"type": "http.response.start", "status": denial.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body.encode()})
+        return HTMLResponse(_SIGN_IN_PAGE, denial.status, headers | {"content-security-policy": _SIGN_IN_POLICY})
+    return JSONResponse({"detail": denial.reason}, denial.status, headers)
 
 
-def _with_headers(send: Any) -> Any:
+def with_headers(send: Any, headers: Mapping[str, str] = _HEADERS) -> Any:
+    """Return the `send` of ASGI that adds those of `headers` which an answer does not have."""
+
     async def sending(message: Any) -> None:
         if message["type"] == "http.response.start":
             given = list(message.get("headers", ()))
             names = {name.lower() for name, _ in given}
-            message = {
-                **message,
-                "headers": given + [(n.encode(), v.encode()) for n, v in _HEADERS.items() if n.encode() not in names],
-            }
+            added = [(n.encode(), v.encode()) for n, v in headers.items() if n.encode() not in names]
+            message = {**message, "headers": given + added}
         await send(message)
 
     return sending

@@ -12,11 +12,10 @@ from typing import Any, get_args
 import numpy as np
 
 from headrace.page.run_files import RunFiles
-from headrace.records.group_event import Cursor, parse_cursor
+from headrace.records.group_event import Cursor, GroupState, parse_cursor
 from headrace.run import group_files
 from headrace.run.findings import TOTAL, Window, in_window, usual
 from headrace.run.group_files import GroupFile
-from headrace.run.group_record import State
 from headrace.run.journal import Line
 
 Spans = Sequence[tuple[float, float]]
@@ -49,7 +48,7 @@ def per_second(run: RunFiles, window: Window) -> dict[str, float]:
     if not known:
         return rates
     entered, seconds = _count(folder, files, known), sum(end - start for start, end in known)
-    return {state: entered[state] / seconds for state in get_args(State)} | rates
+    return {state: entered[state] / seconds for state in get_args(GroupState)} | rates
 
 
 def _is_timed(line: Line) -> bool:
@@ -95,7 +94,7 @@ def _count_file(table: Any, spans: Spans, evaluating: set[str]) -> collections.C
     def among(names: Sequence[str] | set[str], values: Any) -> Any:
         return compute.is_in(values, value_set=pyarrow.array(sorted(names), pyarrow.string()))
 
-    names = {"enqueued", "leased", *get_args(State)}
+    names = {"enqueued", "leased", *get_args(GroupState)}
     table = table.filter(among(names, table["what"]))
     begun = table.filter(compute.equal(table["lane"], "validation"))["group"].to_pylist()
     is_end = compute.equal(table["what"], "evaluated")

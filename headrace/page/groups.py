@@ -12,11 +12,10 @@ import msgspec
 
 from headrace.base.errors import HeadraceError
 from headrace.page.run_files import NotHere, RunFiles, check_file
-from headrace.records.group_event import GroupEvent
+from headrace.records.group_event import GroupEvent, GroupState
 from headrace.records.origin import Origin
 from headrace.records.trajectory import Message
 from headrace.run.group_query import NO_BOUND, GroupQuery, GroupStory, GroupSummary
-from headrace.run.group_record import State
 from headrace.run.lineage import FOLDER as LINEAGE
 from headrace.run.lineage import LineageFiles
 from headrace.run.now import Now
@@ -71,7 +70,7 @@ def count_groups(run: RunFiles, state: Now | None) -> tuple[dict[str, int], list
     try:
         history, problems = run.indexing.history()
         if found := history.states():  # without any, nothing is known
-            counts = dict.fromkeys(get_args(State), 0) | history.states(GroupQuery(lane="train"))
+            counts = dict.fromkeys(get_args(GroupState), 0) | history.states(GroupQuery(lane="train"))
             counts["evaluated"] = found.get("evaluated", 0)
         problems += history.damaged
     except HeadraceError as error:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError, HeadraceError
+from headrace.base.files import signature
 from headrace.config import Config
 from headrace.page.indexing import Indexing
 from headrace.page.metric_table import MetricRow, MetricTable
@@ -194,13 +195,12 @@ class RunFiles:
     def config(self) -> Config:
         """Its configuration. Raises `ConfigError`, `CodecError`."""
         path = check_file(self.folder / SAVED, self.folder, _LARGEST_CONFIG)
-        status = path.stat()
-        signature = status.st_mtime_ns, status.st_size, status.st_ino
-        if self._config is None or self._config[0] != signature:
+        found_at = signature(path)
+        if self._config is None or self._config[0] != found_at:
             try:
-                self._config = signature, load_anywhere(path)
+                self._config = found_at, load_anywhere(path)
             except HeadraceError as error:
-                self._config = signature, error
+                self._config = found_at, error
             self._history = None
         found = self._config[1]
         if isinstance(found, HeadraceError):

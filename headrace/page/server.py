@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from fastapi.staticfiles import StaticFiles
 
 from headrace.base.errors import HeadraceError
-from headrace.net.http_access import HttpAccess
+from headrace.net.http_access import HttpAccess, with_headers
 from headrace.net.service import bind, create_app, problems, serve_http, stop_on_signals
 from headrace.page import answers, groups, metric_series, overview, run_list, system, timeline, trajectories
 from headrace.page.follow import Followers, NoRoom, NoView
@@ -142,13 +142,7 @@ class _Headers:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def sending(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", ()), *added]}
-            await send(message)
-
-        await self._app(scope, receive, sending)
+        await self._app(scope, receive, with_headers(send, _HEADERS))
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -179,7 +173,7 @@ def _say_file(error: OSError) -> str:
     return f"{error.filename or 'a file'} can't be read ({error.strerror or error})"
 
 
-def _document(model: type[answers.Answer]) -> Mapping[int | str, dict[str, Any]]:
+def _document(model: type[answers.Answer]) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route. Answers are not validated as they are sent: a test does that."""
     return {200: {"model": model, "description": "The answer"}}
 
@@ -188,11 +182,11 @@ def _document(model: type[answers.Answer]) -> Mapping[int | str, dict[str, Any]]
 
 
 def _add_list(app: FastAPI, answering: _Answering) -> None:
-    @app.get("/api/runs", summary="The runs of the folder", responses={**_document(answers.Runs)})
+    @app.get("/api/runs", summary="The runs of the folder", responses=_document(answers.Runs))
     async def list_all() -> Response:
         return await answering.of_folder(run_list.list_runs)
 
-    @app.get("/api/compare", summary="Runs side by side", responses={**_document(answers.Comparison)})
+    @app.get("/api/compare", summary="Runs side by side", responses=_document(answers.Comparison))
     async def compare(
         run: Annotated[list[str], Query(description="the runs; repeat the parameter", min_length=2, max_length=20)],
     ) -> Response:
@@ -200,7 +194,7 @@ def _add_list(app: FastAPI, answering: _Answering) -> None:
 
 
 def _add_run(app: FastAPI, answering: _Answering) -> None:
-    @app.get("/api/runs/{run}", summary="How a run stands", responses={**_document(answers.Overview)})
+    @app.get("/api/runs/{run}", summary="How a run stands", responses=_document(answers.Overview))
     async def describe(
         run: str,
         window: Annotated[
@@ -209,11 +203,11 @@ def _add_run(app: FastAPI, answering: _Answering) -> None:
     ) -> Response:
         return await answering.of_run(run, lambda files: overview.describe(files, window))
 
-    @app.get("/api/runs/{run}/metrics", summary="The metrics of a run", responses={**_document(answers.Metrics)})
+    @app.get("/api/runs/{run}/metrics", summary="The metrics of a run", responses=_document(answers.Metrics))
     async def metrics(run: str) -> Response:
         return await answering.of_run(run, metric_series.list_metrics)
 
-    @app.get("/api/runs/{run}/series", summary="Curves of metrics", responses={**_document(answers.Series)})
+    @app.get("/api/runs/{run}/series", summary="Curves of metrics", responses=_document(answers.Series))
     async def series(
         run: str,
         metric: Annotated[list[str], Query(description="KIND:NAME; repeat the parameter", max_length=200)],
@@ -223,7 +217,7 @@ def _add_run(app: FastAPI, answering: _Answering) -> None:
     ) -> Response:
         return await answering.of_run(run, lambda files: metric_series.read_series(files, metric, points, first, last))
 
-    @app.get("/api/runs/{run}/timeline", summary="Who did what when", responses={**_document(answers.Timeline)})
+    @app.get("/api/runs/{run}/timeline", summary="Who did what when", responses=_document(answers.Timeline))
     async def lanes(
         run: str,
         first: Annotated[
@@ -233,13 +227,11 @@ def _add_run(app: FastAPI, answering: _Answering) -> None:
     ) -> Response:
         return await answering.of_run(run, lambda files: timeline.describe(files, first, last))
 
-    @app.get(
-        "/api/runs/{run}/system", summary="Configuration and logs of a run", responses={**_document(answers.System)}
-    )
+    @app.get("/api/runs/{run}/system", summary="Configuration and logs of a run", responses=_document(answers.System))
     async def describe_system(run: str) -> Response:
         return await answering.of_run(run, system.describe_system)
 
-    @app.get("/api/runs/{run}/logs", summary="What the services logged", responses={**_document(answers.Logs)})
+    @app.get("/api/runs/{run}/logs", summary="What the services logged", responses=_document(answers.Logs))
     async def logs(
         run: str,
         service: Annotated[str | None, Query(max_length=300, description="of this service alone")] = None,
@@ -254,7 +246,7 @@ def _add_run(app: FastAPI, answering: _Answering) -> None:
 
 
 def _add_groups(app: FastAPI, answering: _Answering) -> None:
-    @app.get("/api/runs/{run}/groups", summary="The groups of a run", responses={**_document(answers.Groups)})
+    @app.get("/api/runs/{run}/groups", summary="The groups of a run", responses=_document(answers.Groups))
     async def list_groups(
         run: str,
         text: Annotated[str, Query(max_length=1000, description="in the prompt or the expected answer, or a whole id")] = "",
@@ -281,14 +273,14 @@ def _add_groups(app: FastAPI, answering: _Answering) -> None:
         )  # fmt: skip
         return await answering.of_run(run, lambda files: groups.list_groups(files, query))
 
-    @app.get("/api/runs/{run}/groups/{group}", summary="One group", responses={**_document(answers.GroupStory)})
+    @app.get("/api/runs/{run}/groups/{group}", summary="One group", responses=_document(answers.GroupStory))
     async def describe_group(run: str, group: str) -> Response:
         return await answering.of_run(run, lambda files: groups.describe_story(files, group))
 
     @app.get(
         "/api/runs/{run}/groups/{group}/trajectories/{index}",
         summary="One trajectory, token by token",
-        responses={**_document(answers.Tokens)},
+        responses=_document(answers.Tokens),
     )
     async def describe_trajectory(
         run: str,

@@ -6,6 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 Cursor = tuple[int, int]
 
+GroupState = Literal[
+    "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
+]
 What = Literal[
     "enqueued", "leased", "pushed", "dropped", "began_anew", "scoring", "scored", "ready", "reserved", "rejected", "requeued", "passed_on",
     "trained", "filtered", "failed", "evaluated", "unused", "retried", "rewound", "restored", "lost",

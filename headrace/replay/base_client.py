@@ -61,16 +61,14 @@ class BufferClient:
         return self._note(await self._connection.call("state"))
 
     async def replicas(self) -> list[Replica]:
-        return [
-            msgspec.convert({**unpack(replica), "info": decode_info(info)}, Replica)
-            for replica, info in await self._connection.call("replicas")
-        ]
+        return await self._members("replicas", Replica)
 
     async def runners(self) -> list[Runner]:
-        return [
-            msgspec.convert({**unpack(runner), "info": decode_info(info)}, Runner)
-            for runner, info in await self._connection.call("runners")
-        ]
+        return await self._members("runners", Runner)
+
+    async def _members(self, function: str, kind: type[T]) -> list[T]:
+        found = await self._connection.call(function)
+        return [msgspec.convert({**unpack(member), "info": decode_info(info)}, kind) for member, info in found]
 
     async def environments(self) -> list[EnvironmentState]:
         """Return the state of each environment of the groups enqueued so far, by name."""

@@ -12,7 +12,7 @@ import msgspec
 from headrace.base.errors import Unstaged
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Call
-from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, renewed
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, fence, renewed
 from headrace.replay.records import Lease, RunnerReply, select_fields, unpack
 
 
@@ -125,11 +125,4 @@ class EpisodesClient(LeaseClient):
 
 def _episode(lease: Lease, index: int) -> dict[str, Any]:
     """Return the arguments that identify an episode and its try in a call."""
-    return {
-        "timeline": lease.timeline,
-        "incarnation": lease.incarnation,
-        "group": lease.group.id,
-        "token": lease.token,
-        "index": index,
-        "tries": lease.tries.get(index, 0),
-    }
+    return {**fence(lease), "index": index, "tries": lease.tries.get(index, 0)}

@@ -51,18 +51,12 @@ class LeaseClient(BufferClient):
     async def release(self, lease: Lease, reason: str, *, failed: bool) -> None:
         """Return the lease. With `failed` it costs an attempt (after `max_attempts` the group ends as failed with `reason`), and the next
         attempt starts over. Otherwise (shutdown, refit) another replica continues it."""
-        await self._release_lease(lease, "failed" if failed else "returned", reason)
+        how = "failed" if failed else "returned"
+        await self._connection.call("release", **fence(lease), how=how, reason=reason)
 
     async def reject(self, lease: Lease, reason: str) -> None:
         """End the group as failed with `reason`, without further attempts, because it can never succeed (its prompt is too long, …)."""
-        await self._release_lease(lease, "rejected", reason)
-
-    async def _release_lease(self, lease: Lease, how: str, reason: str) -> None:
-        await self._release(lease.timeline, lease.incarnation, lease.group.id, lease.token, how, reason)
-
-    async def _release(self, timeline: str, incarnation: str, group_id: str, token: str, how: str, reason: str) -> None:
-        fence = {"timeline": timeline, "incarnation": incarnation}
-        await self._connection.call("release", **fence, group=group_id, token=token, how=how, reason=reason)
+        await self._connection.call("release", **fence(lease), how="rejected", reason=reason)
 
     async def _enter(self, function: str, **arguments: Any) -> None:
         entered = False
@@ -84,7 +78,13 @@ class LeaseClient(BufferClient):
             try:
                 group = Group.decode(record)
             except CodecError as error:  # no replica can generate this group
-                await self._release(reply["timeline"], reply["incarnation"], group_id, token, "rejected", str(error))
+                own = {
+                    "timeline": reply["timeline"],
+                    "incarnation": reply["incarnation"],
+                    "group": group_id,
+                    "token": token,
+                }
+                await self._connection.call("release", **own, how="rejected", reason=str(error))
                 continue
             lease["missing"] = tuple(lease.get("missing") or range(lease["count"]))
             lease["prefixes"] = prefixes.get(token, {})
@@ -118,6 +118,12 @@ class LeaseClient(BufferClient):
         """Return the command that writes a payload before the call that makes it visible."""
         key = f"{self._connection.key}:{lease.incarnation}:p:{nonce}"
         return (b"SET", key, payload, b"NX", b"EX", STAGED)
+
+
+def fence(lease: Lease) -> dict[str, Any]:
+    """Return the arguments of a call by which the buffer knows the lease (law 4)."""
+    own = {"timeline": lease.timeline, "incarnation": lease.incarnation}
+    return {**own, "group": lease.group.id, "token": lease.token}
 
 
 def renewed(tokens: Sequence[str], progress: Sequence[int]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The records of the replay buffer's calls: plain data, no I/O.
 
-The buffer's functions answer with msgpack maps of these fields (`services/replay/functions/`), so most records are decoded directly. `*_of`
-functions build those that have several sources.
+The buffer's functions answer with msgpack maps of these fields (`services/replay/functions/`), so most records are decoded directly.
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group, Trajectory
 
 ReplicaState = Literal["HEALTHY", "STALE", "LOADING", "DEAD", "QUARANTINED"]
-GroupState = Literal[
-    "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
-]
 
 
 # The next two are dataclasses, because they are configuration and not replies.

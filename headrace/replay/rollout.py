@@ -17,7 +17,7 @@ from headrace.base.tasks import cancel
 from headrace.records.trajectory import Trajectory
 from headrace.replay.base_client import of_bounded_size, transfer_all
 from headrace.replay.connection import refusal
-from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, renewed
+from headrace.replay.leases import CARRIED_BYTES, LeaseClient, encode_payload, fence, renewed
 from headrace.replay.records import Epoch, HeartbeatReply, Lease, RefitVerdict, decode_info, unpack
 
 # The columns of `push` and `save`, one entry per trajectory (_payload.lua).
@@ -174,16 +174,7 @@ class RolloutClient(LeaseClient):
     async def abandon(self, lease: Lease, index: int, reason: str) -> bool:
         """Report that trajectory `index` can't be generated. Returns True if the group can do without it; False if too few are left, and
         the whole group was released as failed."""
-        kept = await self._connection.call(
-            "abandon",
-            timeline=lease.timeline,
-            incarnation=lease.incarnation,
-            group=lease.group.id,
-            token=lease.token,
-            index=index,
-            reason=reason,
-        )
-        return bool(kept)
+        return bool(await self._connection.call("abandon", **fence(lease), index=index, reason=reason))
 
     # -- epochs of the weight channel --------------------------------------------------------------------------------------
 

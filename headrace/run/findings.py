@@ -53,9 +53,9 @@ class Finding(msgspec.Struct, frozen=True):
 
     title: str
     remedy: str
-    share: float | None
-    severity: Severity
     evidence: Evidence
+    severity: Severity = "warning"
+    share: float | None = None
 
     def __str__(self) -> str:
         share = "" if self.share is None else f"{100 * self.share:.0f} % of the time: "
@@ -188,9 +188,9 @@ def _times(steps: Sequence[Metrics], config: Config, now: Now | None) -> Iterato
         yield Finding(
             "the trainer trains, and nothing keeps it waiting",
             remedy,
-            training,
-            "info",
             _metrics("efficiency/efficiency_pct"),
+            "info",
+            training,
         )
 
 
@@ -206,7 +206,7 @@ def _loss(times: Mapping[str, float], name: str, title: str, remedy: str) -> Ite
     if share >= LOSS:
         metric = next(part.metric for part in PARTS if part.name == name)
         severity: Severity = "warning" if share >= GREAT_LOSS else "info"
-        yield Finding(title, remedy, share, severity, _metrics(TOTAL, metric))
+        yield Finding(title, remedy, _metrics(TOTAL, metric), severity, share)
 
 
 def _replicas_and_age(steps: Sequence[Metrics], config: Config | None, now: Now | None) -> tuple[str, str]:
@@ -286,8 +286,6 @@ def _without_lesson(steps: Sequence[Metrics], config: Config) -> Iterator[Findin
         yield Finding(
             share,
             f"{remedy}: each step generates several batches",
-            None,
-            "warning",
             Evidence("prompts", {"state": "filtered"}),
         )
     equal = _mean(_values(steps, "groups_without_spread"))
@@ -295,8 +293,6 @@ def _without_lesson(steps: Sequence[Metrics], config: Config) -> Iterator[Findin
         yield Finding(
             f"{100 * equal:.0f} % of the groups taught nothing: their rewards are all equal",
             f"{remedy}, or {config.algorithm.name}.use_dynamic_sampling=true",
-            None,
-            "warning",
             Evidence("prompts", {"sort": "spread"}),
         )
 
@@ -313,8 +309,6 @@ def _cut_off(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
         yield Finding(
             f"{100 * share:.0f} % of the completions were cut off at the length limit",
             remedy,
-            None,
-            "warning",
             _metrics("truncation_rate"),
         )
 
@@ -328,9 +322,8 @@ def _old_data(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
         yield Finding(
             f"{100 * share:.0f} % of the tokens are further from the weights that sampled them than the clip of the ratio",
             remedy,
-            None,
-            "warning" if share >= MOSTLY_OFF_POLICY else "info",
             _metrics("off_policy_tokens", "avg_trajectory_age"),
+            "warning" if share >= MOSTLY_OFF_POLICY else "info",
         )
 
 
@@ -339,8 +332,6 @@ def _failed(steps: Sequence[Metrics]) -> Iterator[Finding]:
         yield Finding(
             f"{failed:.0f} prompts failed and were replaced by later ones",
             "`headrace samples RUN --failed` shows why",
-            None,
-            "warning",
             Evidence("prompts", {"state": "failed"}),
         )
 
@@ -354,8 +345,6 @@ def _not_stored(steps: Sequence[Metrics]) -> Iterator[Finding]:
             yield Finding(
                 f"{lost} did not reach the store in {failures:.0f} tries, so {effect}",
                 "`headrace status RUN` shows why",
-                None,
-                "warning",
                 _metrics(metric),
             )
 
@@ -369,8 +358,6 @@ def _idle_replicas(config: Config, now: Now | None) -> Iterator[Finding]:
         yield Finding(
             f"{replicas} replicas share at most {most} groups: {replicas - most} have nothing to do",
             f"rollout.replicas={most}",
-            None,
-            "warning",
             Evidence("timeline", {}),
         )
 
@@ -393,8 +380,6 @@ def _preempted(config: Config, now: Now | None) -> Iterator[Finding]:
         f"the KV cache of {len(short)} of {len(now.replicas)} replicas is full: {rate:.2g} sequences a second lose their place in it, "
         "and are computed again",
         f"{larger}, or no more sequences at a time than fit ({key}.max_num_seqs={fit})",
-        None,
-        "warning",
         Evidence("system", {}),
     )
 

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, get_args
 
 from headrace.base.errors import ConfigError
-from headrace.records.group_event import GroupEvent
+from headrace.records.group_event import GroupEvent, GroupState
 from headrace.records.trajectory import Lane
-from headrace.run.group_record import State
 
 # Characters of a prompt that `GroupSummary` has.
 SHOWN = 300
@@ -43,7 +42,7 @@ class GroupSummary:
     n: int
     prompt: str  # its first characters
     source: DataRow | None
-    state: State
+    state: GroupState
     reason: str
     step: int | None
     timeline: str | None
@@ -96,8 +95,8 @@ class GroupQuery:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a sort or state that there isn't."""
-        if unknown := set(self.states) - set(get_args(State)):
-            raise ConfigError(f"state {sorted(unknown)[0]!r}: it is one of {', '.join(get_args(State))}")
+        if unknown := set(self.states) - set(get_args(GroupState)):
+            raise ConfigError(f"state {sorted(unknown)[0]!r}: it is one of {', '.join(get_args(GroupState))}")
         if self.sort.removeprefix("-") not in SORTS:
             raise ConfigError(f"sort {self.sort!r}: it is one of {', '.join(SORTS)}, or one of these after a -")
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from headrace.records.group_event import GroupEvent
 from headrace.run import group_rewards
 
-State = Literal[
-    "queued", "open", "scoring", "ready", "reserved", "trained", "filtered", "failed", "evaluated", "unused"
-]
 ENDS = ("trained", "filtered", "failed", "evaluated", "unused")
 
 

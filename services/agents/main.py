@@ -16,7 +16,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.http_client import open_session
 from headrace.base.tls import CertificateFiles, client_context
 from headrace.config import Config
-from headrace.net.credentials import buffer_url, load_credentials
+from headrace.net.credentials import buffer_url, make_token_source
 from headrace.net.http_access import HttpAccess, names_in
 from headrace.net.replica_client import ROLE, ReplicaClient
 from headrace.net.service import bind, create_app, hide_from_user, serve_http, serve_openly, stop_on_signals
@@ -51,8 +51,7 @@ async def _serve(config: Config) -> None:
         stack.callback(http.close)
         replay = await ReplayClient.connect(buffer_url(config, "agents"), config.run.id)
         stack.push_async_callback(replay.aclose)
-        credentials = load_credentials(config)
-        token = None if credentials is None else credentials.make_token_source(ROLE)
+        token = make_token_source(config, ROLE)
         fleet = Fleet(lambda url: ReplicaClient(url, token, config.security.tls_ca), RunClock())
         stack.push_async_callback(fleet.aclose)
         gateway = Gateway(

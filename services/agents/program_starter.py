@@ -15,7 +15,7 @@ from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeOutcome
 from headrace.env.wire import episode_to_wire, outcome_from_wire
 from headrace.net import rpc, tracing
-from headrace.net.credentials import load_credentials
+from headrace.net.credentials import make_token_source
 from headrace.records.score import Score
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
@@ -70,8 +70,7 @@ class HubPrograms:
 @contextlib.asynccontextmanager
 async def hub_programs(config: Config) -> AsyncIterator[HubPrograms]:
     """Connect to the run's hubs. Raises `ConfigError` for unusable credentials or certificates."""
-    credentials = load_credentials(config)
-    token = None if credentials is None else credentials.make_token_source("agents")
+    token = make_token_source(config, "agents")
     async with contextlib.AsyncExitStack() as stack:
         channels = [
             await stack.enter_async_context(

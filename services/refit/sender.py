@@ -41,7 +41,7 @@ from headrace.net import tracing
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
 from headrace_services.refit import membership, nccl
-from headrace_services.refit.backends import Backend, Backends
+from headrace_services.refit.backends import Backend, Backends, nccl_problem
 from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
@@ -162,10 +162,6 @@ class WeightSender:
         self._closed = ClosedChannels()
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
         self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole model
-
-    @property
-    def port(self) -> int:
-        return self._meeting.port
 
     async def refit(
         self,
@@ -331,7 +327,7 @@ class WeightSender:
     async def _rendezvous(self, epoch: Epoch, refit: _Refit) -> Rendezvous:
         """Return what the members need in order to meet. If the members are those of the last refit, they keep its group."""
         fleet = [replica for replica in await self._replay.replicas() if replica.id in epoch.acknowledged]
-        problem = membership.nccl_problem(
+        problem = nccl_problem(
             self._uuids, {replica.id: str(replica.info.get("gpus", "")).split() for replica in fleet}
         )
         backend = self._backends.choose(epoch.acknowledged, problem)
@@ -474,7 +470,7 @@ class WeightSender:
                     self._close_channel()  # it may have died before it passed the bytes on; members that wait for them are freed
                 left = started + self._config.timeout_s - time.monotonic()
                 if left <= 0 or not membership.find_unsettled(epoch, fleet):
-                    return _AttemptOutcome.INTERRUPTED if membership.was_interrupted(epoch) else _AttemptOutcome.SETTLED
+                    return _AttemptOutcome.INTERRUPTED if epoch.interrupted else _AttemptOutcome.SETTLED
                 await self._replay.wait_epoch(min(left, POLL_S))
 
     async def _current(self, epoch_id: str, state: Literal["announced", "transfer"]) -> Epoch:
@@ -486,7 +482,7 @@ class WeightSender:
     def _device(self, backend: Backend) -> torch.device:
         if backend == "gloo":
             return torch.device("cpu")
-        assert self._gpu is not None  # `membership.nccl_problem` names a trainer without one
+        assert self._gpu is not None  # `nccl_problem` names a trainer without one
         return self._gpu
 
     def _opened(self, channel: Channel) -> None:

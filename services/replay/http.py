@@ -15,9 +15,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from headrace.base.errors import CodecError, InvalidCall, ReplayUnavailable
 from headrace.net.service import Ready, WaitsFor, create_app, nothing, problems
+from headrace.records.group_event import GroupState
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, EpisodeTrajectory, Group, Trajectory
-from headrace.replay import GroupState, ReplayClient
+from headrace.replay import ReplayClient
 from headrace.replay.bias import QUANTITIES, Distribution, TrajectoryMeter, skews
 from headrace.run import export
 from headrace.run.lineage import LineageFiles

@@ -60,6 +60,21 @@ async def score_metered(
     return results
 
 
+async def score_as(
+    name: str,
+    environment: EnvironmentBackend,
+    trajectories: Sequence[trajectory_pb2.Trajectory],
+    timeout_s: float | None,
+) -> list[trajectory_pb2.Result]:
+    """Score trajectories of another environment with this one, as if they were sent to it under its own `name`."""
+    copies = []
+    for trajectory in trajectories:
+        copies.append(trajectory_pb2.Trajectory())
+        copies[-1].CopyFrom(trajectory)
+        copies[-1].environment = name
+    return await score_metered(name, environment, copies, timeout_s)
+
+
 def count_results(name: str, results: Sequence[trajectory_pb2.Result]) -> None:
     for status, count in collections.Counter(map(_name_status, results)).items():
         RESULTS.labels(name, status).inc(count)
@@ -68,6 +83,10 @@ def count_results(name: str, results: Sequence[trajectory_pb2.Result]) -> None:
 def _name_status(result: trajectory_pb2.Result) -> str:
     if result.status == trajectory_pb2.STATUS_INVALID and does_not_apply(score_from_wire(result)):
         return NOT_APPLICABLE.upper()
+    return plain_status(result)
+
+
+def plain_status(result: trajectory_pb2.Result) -> str:
     return trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")
 
 

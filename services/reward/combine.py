@@ -13,7 +13,7 @@ from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.score import Score, Status
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import EnvironmentBackend, does_not_apply, score_metered
+from headrace_services.reward.backend import EnvironmentBackend, does_not_apply, score_as
 from headrace_services.reward.environment_build import compute_build
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
@@ -33,9 +33,8 @@ class CombineBackend:
         self._name = name
         self._env = env
         self._parts = {part: environments[part] for part in env.parts}
-        self._builds = dict.fromkeys(
-            env.parts, ""
-        )  # from each part's last score, or from its description before the first score
+        # from each part's last score, or from its description before the first score
+        self._builds = dict.fromkeys(env.parts, "")
 
     async def score(
         self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
@@ -85,13 +84,8 @@ class CombineBackend:
         """Store the scores of `part` for the trajectories at `places` under its name."""
         if not places:
             return
-        asked = []
-        for place in places:
-            mine = trajectory_pb2.Trajectory()
-            mine.CopyFrom(trajectories[place])
-            mine.environment = part
-            asked.append(mine)
-        results = await score_metered(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
+        asked = [trajectories[place] for place in places]
+        results = await score_as(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
         for place, result in zip(places, results, strict=True):
             score = scores[place][part] = score_from_wire(result)
             if score.status == "SCORED":

@@ -8,7 +8,7 @@ from typing import Protocol
 from headrace.config.environments import EpisodicConfig
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace_services.reward.answers import make_outcome, make_result
-from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, score_metered
+from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, score_as
 
 
 class ProgramBackend(EnvironmentBackend, RunsEpisodes, Protocol):
@@ -41,13 +41,7 @@ class EpisodeBackend:
                 f"{key} runs episodes, and their program returns the reward; to have them graded, set {key}.grader"
             )
             return [make_result(trajectory_pb2.STATUS_INVALID, message, self._name)] * len(trajectories)
-        asked = []
-        for trajectory in trajectories:
-            mine = trajectory_pb2.Trajectory()
-            mine.CopyFrom(trajectory)
-            mine.environment = grader
-            asked.append(mine)
-        return await score_metered(grader, self._environments[grader], asked, timeout_s)
+        return await score_as(grader, self._environments[grader], trajectories, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
         """Run the episode, like `RunsEpisodes.run_episode`. If a grader gives the reward, the outcome has a result only for a failure."""

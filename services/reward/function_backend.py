@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headrace.base.tasks import cancel
 from headrace.base.tls import trusting
 from headrace.config.environments import CustomConfig, EpisodicConfig, TargetConfig
 from headrace.config.security import SecurityConfig
@@ -77,8 +78,7 @@ class FunctionBackend:
 
     async def aclose(self) -> None:
         if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+            await cancel([self._keeping])
         await self._served.aclose()
         await self._process.kill()
 

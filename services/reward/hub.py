@@ -21,7 +21,13 @@ from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace_services.reward.answers import make_outcome
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
-from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, count_results, score_metered
+from headrace_services.reward.backend import (
+    EnvironmentBackend,
+    RunsEpisodes,
+    count_results,
+    plain_status,
+    score_metered,
+)
 from headrace_services.reward.recent import RecentResults
 
 
@@ -94,7 +100,9 @@ class Hub(pb_grpc.RewardServiceServicer):
             try:
                 with _continued(episode) as span:
                     outcome = await programs.run_episode(episode, within_s)
-                    span.set(tracing.named(status=_status(outcome.result) if outcome.HasField("result") else "graded"))
+                    span.set(
+                        tracing.named(status=plain_status(outcome.result) if outcome.HasField("result") else "graded")
+                    )
             finally:
                 self._in_hand[name] -= 1
             if outcome.HasField("result"):  # otherwise its trajectory is counted once it is graded
@@ -198,7 +206,7 @@ class Hub(pb_grpc.RewardServiceServicer):
                 traced = [spans.enter_context(_continued(trajectory)) for trajectory in trajectories]
                 results = await score_metered(name, environment, trajectories, limit)
                 for span, result in zip(traced, results, strict=True):
-                    span.set(tracing.named(status=_status(result), build=result.build))
+                    span.set(tracing.named(status=plain_status(result), build=result.build))
         finally:
             self._in_hand[name] -= len(trajectories)
         ended = time.monotonic()
@@ -243,10 +251,6 @@ def _continued(work: trajectory_pb2.Trajectory | episode_pb2.Episode) -> tracing
     )
     work.traceparent = span.traceparent or work.traceparent
     return span
-
-
-def _status(result: trajectory_pb2.Result) -> str:
-    return trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")
 
 
 def _address(peer: str) -> str:

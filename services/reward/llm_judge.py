@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace.base.errors import ConfigError
 from headrace.base.files import atomic_write
+from headrace.base.tasks import cancel
 from headrace.config.environments import LLMJudgeConfig
 from headrace.env.environment import Sample
 from headrace.env.kit.example_samples import read_labels
@@ -214,8 +215,7 @@ class LLMJudge(Hosted):
 
     async def aclose(self) -> None:
         if self._calibrating is not None:
-            self._calibrating.cancel()
-            await asyncio.gather(self._calibrating, return_exceptions=True)
+            await cancel([self._calibrating])
         await self.judges.aclose()
 
     def _problem(self, sample: Sample) -> str | None:

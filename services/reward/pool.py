@@ -17,6 +17,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from headrace.base.errors import ServiceError
+from headrace.base.tasks import cancel
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig, SandboxedConfig
 from headrace.env.wire import check_result
@@ -152,10 +153,7 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, self._failed)
 
     async def aclose(self) -> None:
-        tasks = [*self._tasks, *self._asleep]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([*self._tasks, *self._asleep])
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
     async def _keep_memory(self) -> None:

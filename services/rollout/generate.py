@@ -210,8 +210,10 @@ def _params(sampling: Sampling, max_tokens: int, every: int | None) -> SamplingP
 
 def _seed(seed: int | None, index: int, begun: int) -> int | None:
     """Return the seed of a request. A continuation draws different random numbers than its prefix did."""
-    if seed is None or not begun:
-        return None if seed is None else seed + index
+    if seed is None:
+        return None
+    if not begun:
+        return seed + index
     return int(np.random.SeedSequence([seed + index, begun]).generate_state(1)[0])
 
 

@@ -26,7 +26,7 @@ from headrace.base.http_client import AnswerTooLarge, HttpClient, NotReached
 from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
 from headrace.config import Config
-from headrace.net.credentials import load_credentials
+from headrace.net.credentials import make_token_source
 from headrace.net.service import read_body
 from headrace.run.weight_store import NotBegun, StillFetching
 
@@ -82,8 +82,7 @@ class Peers:
 
     def __init__(self, config: Config) -> None:
         """Raises `ConfigError` for credentials that can't be used."""
-        credentials = load_credentials(config)
-        self._token = None if credentials is None else credentials.make_token_source(ROLE)
+        self._token = make_token_source(config, ROLE)
         self._config = config
         self._is_local = all(map(is_loopback, parse_hosts(config.redis_url)))
         self._clients: dict[str, HttpClient] = {}

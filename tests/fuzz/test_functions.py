@@ -20,7 +20,8 @@ from redis.client import Pipeline
 from redis.exceptions import ResponseError
 
 from headrace.base.errors import HeadraceError
-from headrace.replay import GroupState, ReplayClient
+from headrace.records.group_event import GroupState
+from headrace.replay import ReplayClient
 from headrace.replay.connection import function_name, open_redis
 from headrace_services.replay import library
 from tests.support.mutation import Mutator, pack

@@ -112,9 +112,11 @@ async def attach_environment(
 
 
 @contextlib.asynccontextmanager
-async def start_environment(path: Path, port: int = 0, *, program: str = sys.executable) -> AsyncIterator[Process]:
+async def start_environment(
+    path: Path, *arguments: object, port: int = 0, program: str = sys.executable
+) -> AsyncIterator[Process]:
     """Starts a file of Python, or of `program`, that serves an environment and logs where; ends it by SIGKILL if the test did not."""
-    async with started(program, path, "--port", port, stderr=asyncio.subprocess.PIPE) as process:
+    async with started(program, path, "--port", port, *arguments, stderr=asyncio.subprocess.PIPE) as process:
         yield Process(process, await asyncio.wait_for(_logged_port(process), WAIT_S))
 
 

@@ -100,17 +100,14 @@ class HistoryWriter:
     async def _write_some(self) -> bool:
         """Write the oldest entries. Returns whether there may be more."""
         async with self._writing:
-            return await self._write_oldest()
-
-    async def _write_oldest(self) -> bool:
-        entries, lost = await self._replay.read_history(ENTRIES)
-        if not entries:
-            return False
-        await asyncio.to_thread(self._write, entries, lost)
-        await self._replay.clear_history(self._timeline, entries[-1][0])
-        self._lost = lost
-        await asyncio.to_thread(self._merge)
-        return len(entries) == ENTRIES
+            entries, lost = await self._replay.read_history(ENTRIES)
+            if not entries:
+                return False
+            await asyncio.to_thread(self._write, entries, lost)
+            await self._replay.clear_history(self._timeline, entries[-1][0])
+            self._lost = lost
+            await asyncio.to_thread(self._merge)
+            return len(entries) == ENTRIES
 
     def _write(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]], lost: int) -> None:
         rows = [row for entry, fields in entries for row in expand_entry(entry, fields)]

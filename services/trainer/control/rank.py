@@ -104,8 +104,11 @@ class TrainerRank:
 
     @property
     def learner(self) -> Learner:
+        """Raises `ServiceError` if a step has failed half-way: its weights are of no version, so they go nowhere."""
         if self._learner is None:
             raise ServiceError("the trainer was asked to work before it had loaded its model")
+        if self._learner.broken is not None:
+            raise ServiceError(self._learner.broken)
         return self._learner
 
     @property
@@ -223,7 +226,7 @@ class TrainerRank:
     @command
     def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
         gathered_in = getattr(torch, rollout_dtype(self._config))
-        for weight in self.learner.iter_weights(gathered_in, adapter_alone=adapter_alone):
+        for weight in self.learner.policy.weights(gathered_in, adapter_alone=adapter_alone):
             self.ranks.progress.mark()
             yield weight
 
@@ -341,7 +344,8 @@ class Weights:
         self._adapter_alone = adapter_alone
 
     def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return self._lead.learner.weight_metadata(adapter_alone=self._adapter_alone)
+        shapes = self._lead.learner.policy.weight_shapes(adapter_alone=self._adapter_alone)
+        return [(name, "float32", shape) for name, shape in shapes]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._lead.ranks.progress.working():

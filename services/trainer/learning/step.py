@@ -53,7 +53,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
     Raises `BatchRejected` naming the trajectories that can't be trained on, and `ServiceError` naming those whose loss or gradient is not
     finite. Weights, optimizers and counters are then unchanged. If that happens after the first optimizer step of a trainer step, the
-    weights belong to no version: the learner is then `broken` and refuses to continue, and the run resumes from its last checkpoint.
+    weights belong to no version: the learner is then `broken`, its rank refuses it, and the run resumes from its last checkpoint.
     """
     config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
     algorithm, step = config.algorithm, learner.version
@@ -61,7 +61,6 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     mini_batches, epochs = batch.mini_batches(config.policy_batch), algorithm.policy_epochs(step)
     seconds = learner.seconds = {}
     learner.work = None
-    learner.refuse_if_broken()
     _check(learner, batch)
 
     # 1. Rewards, scaled and shaped.

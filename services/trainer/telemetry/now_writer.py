@@ -23,7 +23,7 @@ from headrace.base.http_client import open_session
 from headrace.base.tls import client_context
 from headrace.config import Config
 from headrace.net import rpc
-from headrace.net.credentials import load_credentials
+from headrace.net.credentials import make_token_source
 from headrace.replay import ReplayClient
 from headrace.replay.records import trouble_of
 from headrace.run import now
@@ -211,8 +211,7 @@ class NowWriter:
         self._config = config
         self._replay = replay
         self._clock = clock
-        credentials = load_credentials(config)
-        self._token = None if credentials is None else credentials.make_token_source("reader")
+        self._token = make_token_source(config, "reader")
         self._authorities = config.security.tls_ca
         self._last: Now | None = None
         self._addresses: tuple[str, ...] = ()

@@ -125,7 +125,7 @@ def test_a_policy_learns_from_its_teacher_without_a_reward(warm_model: Path, tmp
     sampler, questions = Sampler(student, 6), problems(seed=0, count=32)
     divergence = []
     for step in range(20):
-        sampler.load(dict(learner.iter_weights()))
+        sampler.load(dict(learner.policy.weights()))
         batch = batch_of(sampler.draw(next(questions), 8, seed=step), 8)
         batch.rewards[:] = 0
         divergence.append(-train_step(learner, batch)[GAP])

@@ -202,7 +202,7 @@ def test_copies_on_two_hosts_step_as_one_rank(models: dict[str, Path], tiny_mode
         for ours, theirs in zip([*rank["metrics"], rank["on"]], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)
     weights = torch.load(tmp_path / "weights.pt")
-    for name, tensor in learner.iter_weights():
+    for name, tensor in learner.policy.weights():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
     assert sorted(path.name for path in (tmp_path / "checkpoint" / "training").iterdir()) == [
         "rank_0_of_2.safetensors",

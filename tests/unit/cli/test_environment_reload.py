@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from headrace.base.errors import ConfigError, ServiceError
+from headrace.base.files import signature
 from headrace.cli.display import LineDisplay
 from headrace.config import Config
 from headrace.launch import environment_processes
@@ -55,10 +56,6 @@ def edit(file: Path, text: str) -> None:
     os.utime(file, ns=(1, 1))
 
 
-def changed_at(file: Path) -> int:
-    return file.stat().st_mtime_ns
-
-
 @pytest.mark.parametrize(
     ("state", "text", "signum"),
     [
@@ -90,7 +87,7 @@ async def test_a_change_is_loaded_and_one_that_can_not_be_is_told(
 
     monkeypatch.setattr(pipeline, "_ask", answer)
     child = pipeline.children.environments["mine"]
-    child.pid, child.was_ready, child.source_time = 1, True, changed_at(file)
+    child.pid, child.was_ready, child.source_signature = 1, True, signature(file)
     try:
         await pipeline._look_at_environments(0.0)
         assert sent == []
@@ -125,7 +122,7 @@ async def test_one_that_restarts_with_an_edit_is_not_broken(
 
     monkeypatch.setattr(pipeline, "_ask", answer)
     child = pipeline.children.environments["mine"]
-    child.pid, child.was_ready, child.source_time = 1, True, changed_at(file)
+    child.pid, child.was_ready, child.source_signature = 1, True, signature(file)
     restarts = f"it restarts with the changed {file}"
     broken, unavailable = (
         f"it is {what}: no answer; fix {file}, and the run continues" for what in ("broken", "unavailable")
