@@ -23,7 +23,8 @@ class Candidate:
 def choose(candidates: Iterable[Candidate], min_version: int, parent: str | None, refused: set[str]) -> str | None:
     """Return the replica that samples a call, or None if no replica can.
 
-    The replica must be HEALTHY, with weights no older than the lease's, and must not have `refused` the call. The one that sampled the parent comes first, because its cache holds the path; else the least loaded one is taken.
+    The replica must be HEALTHY, with weights no older than the lease's, and must not have `refused` the call. The one that sampled the
+    parent comes first, because its cache holds the path; else the least loaded one is taken.
     """
     fit = [each for each in candidates if each.healthy and each.version >= min_version and each.id not in refused]
     if any(each.id == parent for each in fit):

@@ -85,8 +85,7 @@ class Fleet:
         self._clients: dict[str, tuple[str, ReplicaApi]] = {}  # URL and client, by the replica's id
         self._closing: set[asyncio.Task[None]] = set()
         self._calls: Counter[str] = Counter()
-        # the replica of each awaited answer, and the timeline of the weights that it samples from, if it does
-        self._awaited: dict[asyncio.Future[HeadraceError], tuple[str, str | None]] = {}
+        self._awaited: dict[asyncio.Future[HeadraceError], str] = {}  # the replica of each awaited answer
         self._news = asyncio.Event()
 
     @property
@@ -99,8 +98,8 @@ class Fleet:
         self.clock.run(self.healthy > 0)
         if self._replicas:  # an empty list may only mean that the buffer is away
             self._forget_others()
-        for lost, (replica, timeline) in self._awaited.items():
-            if not lost.done() and (why := self._reason_of_loss(replica, timeline)) is not None:
+        for lost, replica in self._awaited.items():
+            if not lost.done() and (why := self._reason_of_loss(replica)) is not None:
                 lost.set_result(why)
         self._news.set()
         self._news = asyncio.Event()
@@ -124,10 +123,9 @@ class Fleet:
                 raise ReplicaUnavailable(f"{sampled.replica} answered without a token")
             if request.message and not sampled.message:
                 raise ReplicaUnavailable(f"{sampled.replica} answered without a message")
-            if sampled.timeline != timeline or min(sampled.spans).version < request.min_version:
-                raise ReplicaFenced(
-                    "timeline", f"{sampled.replica} answered with weights of another timeline or version"
-                )
+            # the buffer judges its timeline, which may be a later one by now
+            if min(sampled.spans).version < request.min_version:
+                raise ReplicaFenced("stale", f"{sampled.replica} answered with weights of an older version")
             return sampled
 
         def pick(refused: set[str]) -> str | None:
@@ -186,10 +184,8 @@ class Fleet:
                         await news.wait()
                 continue
             self._calls[replica] += 1
-            timeline = self._replicas[replica].timeline
             try:
-                asking = ask(self._client(replica), timeline)
-                return await self._answer(asking, replica, timeline if samples else None)
+                return await self._answer(ask(self._client(replica), self._replicas[replica].timeline), replica)
             except (ReplicaFenced, ReplicaUnavailable) as error:
                 log.info("%s: %s", replica, error)
                 metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
@@ -205,10 +201,10 @@ class Fleet:
             finally:
                 self._calls[replica] -= 1
 
-    async def _answer(self, ask: Coroutine[Any, Any, T], replica: str, timeline: str | None) -> T:
+    async def _answer(self, ask: Coroutine[Any, Any, T], replica: str) -> T:
         """Await the answer of the replica. Raises the error of `_reason_of_loss` as soon as the replica is lost."""
         asking, lost = asyncio.create_task(ask), asyncio.get_running_loop().create_future()
-        self._awaited[lost] = replica, timeline
+        self._awaited[lost] = replica
         try:
             await asyncio.wait([asking, lost], return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -218,16 +214,15 @@ class Fleet:
             del self._awaited[lost]
             await cancel([asking])
 
-    def _reason_of_loss(self, replica: str, timeline: str | None) -> HeadraceError | None:
-        """Return why this replica will not answer any more, or None. A replica in a refit may stop and then continue with newer weights."""
+    def _reason_of_loss(self, replica: str) -> HeadraceError | None:
+        """Return why this replica will not answer any more, or None. A replica in a refit may stop and then continue with newer weights, or
+        with those of a later timeline. Where it can't, it says so."""
         known = self._replicas.get(replica)
         if known is None:
             # with no replica at all the buffer may only be away, and there is no other to ask
             return ReplicaUnavailable("it has left the fleet") if self._replicas else None
         if known.state == "DEAD":
             return ReplicaUnavailable("its heartbeats have stopped")
-        if timeline is not None and known.timeline != timeline:
-            return ReplicaFenced("timeline", f"its weights are now of timeline {known.timeline!r}, not {timeline!r}")
         return None
 
     def _client(self, replica: str) -> ReplicaApi:

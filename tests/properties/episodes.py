@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from headrace.base.errors import EpisodeTooLarge, Fenced, InvalidCall, LeaseLost, Surplus, WrongTimeline
@@ -135,12 +134,6 @@ class Episodes(Fleet):
             self.refuse(LeaseLost)
         return held
 
-    def _descends(self, timeline: str, version: int) -> bool:
-        """Whether the run's weights descend from these."""
-        names, starts = zip(*self.timelines, strict=True)
-        ends = dict(zip(names, [*starts[1:], math.inf], strict=True))
-        return version <= ends.get(timeline, -1)
-
     def append(
         self,
         lease: Lease,
@@ -164,7 +157,7 @@ class Episodes(Fleet):
             if (calls[number][0], calls[number][1].encode()) != (nonce, call.encode()):
                 self.refuse(InvalidCall)
             return
-        if not self._descends(timeline or lease.timeline, newest):
+        if not self.descends(timeline or lease.timeline, newest):
             self.refuse(InvalidCall)
         size = len(call.encode()) + sum(len(each.encode()) for _, each in calls)
         if number > len(calls) or call.parent >= number:
@@ -197,7 +190,7 @@ class Episodes(Fleet):
             return again if self._free(held, index, score) else None
         appended = [span.version for _, call in held.calls.get(index, []) for span in call.spans]
         newest = trajectory.newest_version
-        if newest > max(appended, default=0) and not self._descends(lease.timeline, newest):
+        if newest > max(appended, default=0) and not self.descends(lease.timeline, newest):
             self.refuse(InvalidCall)
         if len(trajectory.encode()) > self.limits.max_episode_bytes:
             self.refuse(EpisodeTooLarge)

@@ -50,6 +50,12 @@ class Fleet(Scoring):
         member = self.members.get(replica)
         return self.takes_part(replica) and member is not None and member.timeline == self.timeline
 
+    def descends(self, timeline: str, version: int) -> bool:
+        """Whether the run's weights descend from these, or are these."""
+        names, starts = zip(*self.timelines, strict=True)
+        ends = dict(zip(names, [*starts[1:], math.inf], strict=True))
+        return timeline in ends and version <= ends[timeline]
+
     def takes_part(self, replica: str) -> bool:
         """Whether anyone waits for it."""
         member = self.members.get(replica)
@@ -144,7 +150,10 @@ class Fleet(Scoring):
         newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
         assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
         assert bool(seen.reason) == (state == "QUARANTINED")
-        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete, seen.reason)  # type: ignore[arg-type]
+        descends = self.takes_part(replica) and self.descends(
+            self.members[replica].timeline, self.members[replica].version
+        )
+        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete, seen.reason, descends)  # type: ignore[arg-type]
 
     def heartbeat_again(
         self, number: int, replica: str, tokens: Sequence[str], progress: Sequence[int] = (), *, seen: object

@@ -425,19 +425,20 @@ async def _ask(episode: Episode) -> Any:
 
 async def test_programs_go_on_over_a_rewind(stage: Stage) -> None:
     """With calls of the timeline that it started."""
-    rewound = asyncio.Event()
+    rewound, heard = asyncio.Event(), []
 
     async def talks(episode: Episode) -> EpisodeOutcome:
         messages = list(episode.messages)
         for _ in range(2):
-            messages += [await episode.chat(messages), {"role": "user", "content": "and?"}]
+            heard.append(await episode.chat(messages))
+            messages += [heard[-1], {"role": "user", "content": "and?"}]
             await rewound.wait()
         return scored(float(episode.index))
 
     programs = Played(talks)
     await stage.enqueue(0)
     async with stage.runner(programs):
-        await eventually(lambda: len(stage.toy.policy.asked) == N)
+        await eventually(lambda: len(heard) == N)
         stage.toy.policy.timeline = (await rewind(stage.replay, 0)).timeline
         await refit(stage.replay, 0, [stage.toy.policy.replica])
         rewound.set()
@@ -462,12 +463,14 @@ async def test_a_call_after_a_restore_reaches_nobody(stage: Stage) -> None:
     """Fenced by the buffer, before the runner has heard of it."""
     asked: list[asyncio.Task[Any]] = []
 
+    async def asks_after_restore(episode: Episode) -> Any:
+        await stage.replay.restore(0, nonce(), nonce(), 0)
+        return await _ask(episode)
+
     async def asks(episode: Episode) -> EpisodeOutcome:
         if not asked:
-            await stage.replay.restore(0, nonce(), nonce(), 0)
-            asked.append(asyncio.create_task(_ask(episode)))
-        await asyncio.Event().wait()
-        raise AssertionError
+            asked.append(asyncio.create_task(asks_after_restore(episode)))
+        return await waits(episode)
 
     await stage.enqueue(0)
     async with stage.runner(Played(asks)):

@@ -66,7 +66,7 @@ async def test_law_1_what_is_generated_by_the_weights_of_a_rewind_goes_on(replay
     await replay.save(second, make_trajectory(second, 0, length=2))
     assert (await rewind(replay, 1)).counts["open"] == 2
     told = await replay.heartbeat(near, [first.token, second.token], [1, 1])
-    assert (told.state, told.lost) == ("STALE", ())
+    assert (told.state, told.lost, told.descends) == ("STALE", (), True)
     with pytest.raises(NotVerified):  # no more until it has the weights of this timeline
         await replay.lease(near, 2)
     await replay.push(first, make_trajectory(first, 1))
@@ -98,6 +98,7 @@ async def test_law_2_what_later_weights_write_is_void(replay: ReplayClient, near
     (lease,) = await replay.lease(near, 1)
     await rewind(replay, 1)
     await is_void(replay, lease)
+    assert not (await replay.heartbeat(near, [])).descends  # nor do its calls of episodes go on
 
 
 @pytest.mark.parametrize("hands_in", ["push", "save"])
@@ -124,6 +125,7 @@ async def test_law_2_a_refit_that_has_begun_leaves_nothing_to_go_on_with(replay:
     await replay.begin_epoch(epoch.id, {}, [0.0], 1e-3)
     await rewind(replay, 1)
     await is_void(replay, lease)
+    assert not (await replay.heartbeat(near, [])).descends
 
 
 async def test_law_4_a_second_rewind_before_the_weights_came_ends_it(replay: ReplayClient, near: str) -> None:
