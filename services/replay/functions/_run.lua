@@ -235,9 +235,9 @@ local function descends(run, timeline, version)
   if timeline == run.timeline then return true end
   local found
   for _, entry in ipairs(redis.call('LRANGE', run.base .. 'timelines', 0, -1)) do
-    local name, start = string.match(entry, '^(%S+) (%d+)$')
+    local ancestor, start = string.match(entry, '^(%S+) (%d+)$')
     if found then return version <= tonumber(start) end  -- where the next one went on
-    found = name == timeline
+    found = ancestor == timeline
   end
   return false
 end

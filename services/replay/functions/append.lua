@@ -5,8 +5,8 @@
 --          newest (weight versions); then its bytes
 -- Returns  1; the same call again changes nothing
 -- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has started over, or the server lost that write), HR_SURPLUS (the episode has ended, or
---          the group has its n without it), HR_INVALID (also: out of order, its parent is absent, or a rewind undid these weights), HR_EPISODE_BYTES (more than
---          max_episode_bytes)
+--          the group has its n without it), HR_INVALID (also: out of order, its parent is absent, or a rewind undid these weights),
+--          HR_EPISODE_BYTES (more than max_episode_bytes)
 --
 -- The calls of an episode are one list, each preceded by its nonce. The lease already counts their bytes.
 -- uses: _args, _episode, _group, _register, _trajectory

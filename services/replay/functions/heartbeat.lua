@@ -19,7 +19,7 @@ register('heartbeat', {
   local id = call.replica
   local state, timeline, newest, reason, version =
     unpack(redis.call('HMGET', replica_key(run, id), 'state', 'timeline', 'heartbeat', 'reason', 'version'))
-  local descends = state == 'HEALTHY' and descends(run, timeline, tonumber(version))
+  local survives = state == 'HEALTHY' and descends(run, timeline, tonumber(version))
   state = state_of(run, state or nil, timeline)
   local there, lost, renewed, complete = takes_part(state), {}, {}, {}
   local is_new = state ~= 'DEAD' and call.number > tonumber(newest or 0)
@@ -33,6 +33,6 @@ register('heartbeat', {
   local known = epoch and epoch .. ' ' .. epoch_state or ''
   return cmsgpack.pack({
     state = state, reason = state == 'QUARANTINED' and reason or '', timeline = run.timeline, epoch_changed = known ~= call.epoch,
-    lost = lost, complete = complete, descends = descends,
+    lost = lost, complete = complete, descends = survives,
   })
 end)
