@@ -53,17 +53,20 @@ class EpisodesClient(LeaseClient):
             )
         )
 
-    async def append(self, lease: Lease, index: int, number: int, nonce: str, call: Call) -> None:
+    async def append(
+        self, lease: Lease, index: int, number: int, nonce: str, call: Call, timeline: str | None = None
+    ) -> None:
         """Store call `number` of an episode, before the program gets its answer. The same call under the same nonce is a no-op.
+        `timeline` is of the weights that wrote it, if not the lease's, which may have outlived its own.
 
         Raises `LeaseLost`, `WrongTimeline`; `Surplus` if the episode has ended, or its group is complete without it; `InvalidCall` if it is
-        out of order, or its parent is missing; `EpisodeTooLarge`.
+        out of order, its parent is missing, or a rewind undid the weights that wrote it; `EpisodeTooLarge`.
         """
         versions = [span.version for span in call.spans]
         await self._connection.call(
             "append",
             call.encode(),
-            **_episode(lease, index),
+            **_episode(lease, index) | ({} if timeline is None else {"timeline": timeline}),
             number=number,
             parent=call.parent,
             nonce=nonce,

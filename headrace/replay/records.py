@@ -238,7 +238,8 @@ class RefitVerdict(msgspec.Struct, frozen=True):
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
     """The answer to a heartbeat. `lost` are the caller's lease tokens that are no longer valid: abort their generations. `complete` are
-    those of them whose groups have their n trajectories. `epoch` is the newest, if any. `reason` is why the caller is quarantined."""
+    those of them whose groups have their n trajectories. `epoch` is the newest, if any. `reason` is why the caller is quarantined.
+    `descends`: the run's weights descend from those that the caller has verified, or are these."""
 
     state: ReplicaState
     timeline: str
@@ -246,6 +247,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     epoch: Epoch | None
     complete: tuple[str, ...] = ()
     reason: str = ""
+    descends: bool = False
 
 
 class RunnerReply(msgspec.Struct, frozen=True):

@@ -16,24 +16,17 @@ class Candidate:
 
     id: str
     healthy: bool
-    timeline: str
     version: int
     calls: int = 0
 
 
-def choose(
-    candidates: Iterable[Candidate], timeline: str, min_version: int, parent: str | None, refused: set[str]
-) -> str | None:
+def choose(candidates: Iterable[Candidate], min_version: int, parent: str | None, refused: set[str]) -> str | None:
     """Return the replica that samples a call, or None if no replica can.
 
-    The replica must be HEALTHY and on the lease's timeline, with weights no older than the lease's, and must not have `refused` the call.
-    The one that sampled the parent comes first, because its cache holds the path; else the least loaded one is taken.
+    The replica must be HEALTHY, with weights no older than the lease's, and must not have `refused` the call. The one that sampled the
+    parent comes first, because its cache holds the path; else the least loaded one is taken.
     """
-    fit = [
-        each
-        for each in candidates
-        if each.healthy and each.timeline == timeline and each.version >= min_version and each.id not in refused
-    ]
+    fit = [each for each in candidates if each.healthy and each.version >= min_version and each.id not in refused]
     if any(each.id == parent for each in fit):
         return parent
     return min(fit, key=lambda each: (each.calls, each.id)).id if fit else None

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from headrace.base.errors import HeadraceError
 from headrace.base.http_client import NotReached
 from headrace.base.tasks import cancel
@@ -83,8 +85,7 @@ class Fleet:
         self._clients: dict[str, tuple[str, ReplicaApi]] = {}  # URL and client, by the replica's id
         self._closing: set[asyncio.Task[None]] = set()
         self._calls: Counter[str] = Counter()
-        # the replica of each awaited answer, and the timeline of the weights that it needs, if any
-        self._awaited: dict[asyncio.Future[HeadraceError], tuple[str, str | None]] = {}
+        self._awaited: dict[asyncio.Future[HeadraceError], str] = {}  # the replica of each awaited answer
         self._news = asyncio.Event()
 
     @property
@@ -97,8 +98,8 @@ class Fleet:
         self.clock.run(self.healthy > 0)
         if self._replicas:  # an empty list may only mean that the buffer is away
             self._forget_others()
-        for lost, (replica, timeline) in self._awaited.items():
-            if not lost.done() and (why := self._reason_of_loss(replica, timeline)) is not None:
+        for lost, replica in self._awaited.items():
+            if not lost.done() and (why := self._reason_of_loss(replica)) is not None:
                 lost.set_result(why)
         self._news.set()
         self._news = asyncio.Event()
@@ -113,25 +114,24 @@ class Fleet:
             closing.add_done_callback(self._closing.discard)
 
     async def sample(self, request: SampleRequest, parent: str | None) -> Sampled:
-        """Sample from the replica `parent` if possible, else from another. Raises `RenderRefused`. Raises `CallFailed` if too many replicas
-        are lost while they sample it, because the call itself may crash them."""
+        """Sample from the replica `parent` if possible, else from another, on its timeline: the lease may outlive its own. Raises
+        `RenderRefused`. Raises `CallFailed` if too many replicas are lost while they sample it, because the call itself may crash them."""
 
-        async def one(client: ReplicaApi) -> Sampled:
-            sampled = await client.sample(request)
+        async def one(client: ReplicaApi, timeline: str) -> Sampled:
+            sampled = await client.sample(msgspec.structs.replace(request, timeline=timeline))
             if not sampled.token_ids:
                 raise ReplicaUnavailable(f"{sampled.replica} answered without a token")
             if request.message and not sampled.message:
                 raise ReplicaUnavailable(f"{sampled.replica} answered without a message")
-            if sampled.timeline != request.timeline or min(sampled.spans).version < request.min_version:
-                raise ReplicaFenced(
-                    "timeline", f"{sampled.replica} answered with weights of another timeline or version"
-                )
+            # the buffer judges its timeline, which may be a later one by now
+            if min(sampled.spans).version < request.min_version:
+                raise ReplicaFenced("stale", f"{sampled.replica} answered with weights of an older version")
             return sampled
 
         def pick(refused: set[str]) -> str | None:
-            return choose(self._candidates(), request.timeline, request.min_version, parent, refused)
+            return choose(self._candidates(), request.min_version, parent, refused)
 
-        return await self._on_one(one, pick, request.timeline)
+        return await self._on_one(one, pick, samples=True)
 
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, answered: bool, near: str | None
@@ -140,7 +140,8 @@ class Fleet:
         `RenderRefused`."""
         listed = [dict(tool) for tool in tools] or None
         return await self._on_one(
-            lambda client: client.render(messages, listed, add_generation_prompt=not answered), self._translator(near)
+            lambda client, _: client.render(messages, listed, add_generation_prompt=not answered),
+            self._translator(near),
         )
 
     async def aclose(self) -> None:
@@ -148,7 +149,7 @@ class Fleet:
 
     def _candidates(self) -> list[Candidate]:
         return [
-            Candidate(each.id, each.state == "HEALTHY", each.timeline, each.version, self._calls[each.id])
+            Candidate(each.id, each.state == "HEALTHY", each.version, self._calls[each.id])
             for each in self._replicas.values()
         ]
 
@@ -163,12 +164,13 @@ class Fleet:
 
     async def _on_one(
         self,
-        ask: Callable[[ReplicaApi], Coroutine[Any, Any, T]],
+        ask: Callable[[ReplicaApi, str], Coroutine[Any, Any, T]],
         pick: Callable[[set[str]], str | None],
-        timeline: str | None = None,
+        *,
+        samples: bool = False,
     ) -> T:
-        """Return the answer of the replica that `pick` chooses. One that can't answer is skipped for a moment, or until there is news.
-        `timeline` is that of the weights, if the work needs any."""
+        """Return the answer of the replica that `pick` chooses, and `ask` asks on the timeline of its weights. One that can't answer is
+        skipped for a moment, or until there is news."""
         refused: set[str] = set()
         lost: set[str] = set()
         while True:
@@ -183,13 +185,13 @@ class Fleet:
                 continue
             self._calls[replica] += 1
             try:
-                return await self._answer(ask(self._client(replica)), replica, timeline)
+                return await self._answer(ask(self._client(replica), self._replicas[replica].timeline), replica)
             except (ReplicaFenced, ReplicaUnavailable) as error:
                 log.info("%s: %s", replica, error)
                 metrics.ASKED_ELSEWHERE.labels(getattr(error, "reason", "unavailable")).inc()
                 refused.add(replica)
                 may_have_request = isinstance(error, ReplicaUnavailable) and not isinstance(error.__cause__, NotReached)
-                if timeline is not None and may_have_request:
+                if samples and may_have_request:
                     lost.add(replica)
                     if len(lost) >= _MOST_LOST:
                         raise CallFailed(
@@ -199,10 +201,10 @@ class Fleet:
             finally:
                 self._calls[replica] -= 1
 
-    async def _answer(self, ask: Coroutine[Any, Any, T], replica: str, timeline: str | None) -> T:
+    async def _answer(self, ask: Coroutine[Any, Any, T], replica: str) -> T:
         """Await the answer of the replica. Raises the error of `_reason_of_loss` as soon as the replica is lost."""
         asking, lost = asyncio.create_task(ask), asyncio.get_running_loop().create_future()
-        self._awaited[lost] = replica, timeline
+        self._awaited[lost] = replica
         try:
             await asyncio.wait([asking, lost], return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -212,16 +214,15 @@ class Fleet:
             del self._awaited[lost]
             await cancel([asking])
 
-    def _reason_of_loss(self, replica: str, timeline: str | None) -> HeadraceError | None:
-        """Return why this replica will not answer any more, or None. A replica in a refit may stop and then continue with newer weights."""
+    def _reason_of_loss(self, replica: str) -> HeadraceError | None:
+        """Return why this replica will not answer any more, or None. A replica in a refit may stop and then continue with newer weights, or
+        with those of a later timeline. Where it can't, it says so."""
         known = self._replicas.get(replica)
         if known is None:
             # with no replica at all the buffer may only be away, and there is no other to ask
             return ReplicaUnavailable("it has left the fleet") if self._replicas else None
         if known.state == "DEAD":
             return ReplicaUnavailable("its heartbeats have stopped")
-        if timeline is not None and known.timeline != timeline:
-            return ReplicaFenced("timeline", f"its weights are now of timeline {known.timeline!r}, not {timeline!r}")
         return None
 
     def _client(self, replica: str) -> ReplicaApi:

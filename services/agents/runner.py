@@ -35,7 +35,7 @@ from headrace.config import Config
 from headrace.env.episode import Episode, EpisodeLimits, EpisodeOutcome
 from headrace.net import tracing
 from headrace.records.score import Score
-from headrace.records.trajectory import AnyTrajectory, Lane, artifacts_bytes, episode_record
+from headrace.records.trajectory import AnyTrajectory, Call, Lane, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace.replay.leases import wait_for_work
 from headrace_services.agents import decisions, metrics
@@ -406,8 +406,8 @@ class EpisodeRunner:
             idempotency_key=f"{lease.token}/{index}/{began_before}",
         )
 
-    async def _keep(self, lease: Lease, index: int, number: int, nonce: str, call: Any) -> None:
-        await self._retry(partial(self._replay.append, lease, index, number, nonce, call))
+    async def _keep(self, lease: Lease, index: int, number: int, nonce: str, call: Call, timeline: str) -> None:
+        await self._retry(partial(self._replay.append, lease, index, number, nonce, call, timeline))
 
     async def _refusal(self, lease: Lease, newest_version: int, message: str) -> Score:
         """Return the score of an episode that the buffer refuses. The program is not to blame if the buffer has forgotten the weights,

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 # Different values that are kept of an option that the run's value replaced.
 _MOST_IMPOSED = 16
-# Keeps a call under its number and its nonce, and returns once the buffer has it.
-Keep = Callable[[int, str, Call], Awaitable[None]]
+# Keeps a call under its number, its nonce, and the timeline of the weights that wrote it. Returns once the buffer has it.
+Keep = Callable[[int, str, Call, str], Awaitable[None]]
 
 
 class OpenEpisode:
@@ -192,7 +192,8 @@ class OpenEpisode:
         # the call has its number now, and is no longer given up
         with self._timed(call, "keep"):
             async with self._keeping:
-                await self._keep(call.number, secrets.token_hex(8), call.record(lambda each: each.number))
+                record = call.record(lambda each: each.number)
+                await self._keep(call.number, secrets.token_hex(8), record, sampled.timeline)
 
     @contextlib.contextmanager
     def _timed(self, call: SessionCall, phase: str) -> Iterator[None]:

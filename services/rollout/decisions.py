@@ -5,10 +5,10 @@ The only way to a lease is registered → acknowledged → transfer → verified
 replica leases nothing until it has verified the epoch, or until the epoch is over and it is still HEALTHY. A QUARANTINED replica is in no
 epoch and leases nothing.
 
-Calls of episodes are fenced like leases, but are not renewed here: a call runs to its end unless its timeline is over or the replica has
-left the fleet. A refit drains calls as it drains leases. A call that arrives meanwhile is refused, not queued. Its caller knows its own
-deadlines and whether another replica can take the call; and a call held back here could never be released under weights that fail their
-proof.
+Calls of episodes are fenced like leases, but are not renewed here: a call runs to its end unless a rewind has undone the weights, or the
+replica has left the fleet. A refit drains calls as it drains leases. A call that arrives meanwhile is refused, not queued. Its caller knows
+its own deadlines and whether another replica can take the call; and a call held back here could never be released under weights that fail
+their proof.
 """
 
 from __future__ import annotations
@@ -136,6 +136,12 @@ def _join(now: WorkerState, epoch: Epoch, *, busy: bool) -> list[Action]:
     if waits_for_trainer or (busy and not now.in_flight_updates):
         return []
     return [Acknowledge(epoch)]
+
+
+def timeline_of_call(timeline: str, weights: tuple[str, int] | None, reply: HeartbeatReply) -> str:
+    """Return the timeline on which a call goes on: the run's, if a rewind went back to weights that descend from those that it is of."""
+    goes_on = reply.descends and weights is not None and weights[0] == timeline
+    return reply.timeline if goes_on else timeline
 
 
 def fence(now: WorkerState, timeline: str, min_version: int) -> ReplicaFenced | None:

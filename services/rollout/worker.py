@@ -129,7 +129,7 @@ class RolloutWorker:
         self._progress = Progress()
         self._context = config.policy.max_total_sequence_length
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
-        self._calls: dict[asyncio.Task[Sampled], str] = {}  # the timeline of each call
+        self._calls: dict[asyncio.Task[Sampled], str] = {}  # the timeline on which each call goes on
         self._reply: HeartbeatReply | None = None  # the reply to the newest heartbeat
         self._refit: asyncio.Task[None] | None = None
         self._answered: str | None = None
@@ -205,6 +205,10 @@ class RolloutWorker:
                 reply = msgspec.structs.replace(reply, epoch=epoch)
             self._note(reply)
             self._reply = reply
+            weights = self.receiver.weights
+            self._calls = {
+                call: decisions.timeline_of_call(timeline, weights, reply) for call, timeline in self._calls.items()
+            }
             for action in decisions.decide(self._state(reply)):
                 await self._act(action)
         except ReplayUnavailable as error:
@@ -495,13 +499,16 @@ class RolloutWorker:
             await asyncio.wait([call])
         finally:
             await cancel([call])
-            del self._calls[call]
+            timeline = self._calls.pop(call)
             # a refit waits for the last call only; a heartbeat after each call would cost as much as the call itself
             if not self._calls:
                 self._changed.set()
         if call.cancelled():
             raise self._fence(request) or ReplicaFenced("unhealthy", _NOT_VERIFIED)
-        return call.result()
+        sampled = call.result()
+        if sampled.timeline not in (request.timeline, timeline):
+            raise ReplicaFenced("unhealthy", _NOT_VERIFIED)
+        return sampled
 
     async def _sample(self, request: SampleRequest, *, special_tokens: bool) -> Sampled:
         name = f"call-{secrets.token_hex(8)}"
@@ -510,7 +517,7 @@ class RolloutWorker:
             it = await complete(self._engine, request, name, special_tokens=special_tokens, cache_salt=salt)
         await self._verified.wait()
         weights = self.receiver.weights
-        if weights is None or weights[0] != request.timeline:
+        if weights is None:
             raise ReplicaFenced("unhealthy", _NOT_VERIFIED)
         return Sampled(
             *(it.token_ids, it.logprobs, it.spans, it.finish_reason, it.stop_reason, *weights),

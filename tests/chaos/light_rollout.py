@@ -82,7 +82,11 @@ class LightReplica(SmallReplica):
         await self._retry(partial(self._replay.register, self.id, self._info))
         while True:
             try:
-                self.reply = await self._replay.heartbeat(self.id, [])
+                reply = self.reply = await self._replay.heartbeat(self.id, [])
+                self._calls = {
+                    call: decisions.timeline_of_call(timeline, self.weights, reply)
+                    for call, timeline in self._calls.items()
+                }
                 for action in decisions.decide(self._state(self.reply)):
                     await self._act(action)
                 await self._replay.wait_work(self._config.rollout.heartbeat_s)
@@ -169,11 +173,14 @@ class LightReplica(SmallReplica):
             await asyncio.wait([call])
         finally:
             call.cancel()
-            del self._calls[call]
+            timeline = self._calls.pop(call)
         if call.cancelled():
             self._check(request)
             raise ReplicaFenced("unhealthy", "the weights that it sampled from are not verified")
-        return call.result()
+        sampled = call.result()
+        if sampled.timeline not in (request.timeline, timeline):
+            raise ReplicaFenced("timeline", "the weights are of another timeline by now")
+        return sampled
 
     def _check(self, request: SampleRequest) -> None:
         if self.reply is None:
@@ -190,8 +197,6 @@ class LightReplica(SmallReplica):
             self._writing.discard(writing)
         # nothing came in between since the last token
         assert self.weights is not None
-        if self.weights[0] != request.timeline:
-            raise ReplicaFenced("timeline", "the weights are of another timeline by now")
         completion = writing.path[writing.start :]
         stopped = completion[-1] == END
         return Sampled(

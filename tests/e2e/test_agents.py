@@ -9,12 +9,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from headrace.run.checkpoints import find_published
+from headrace.run.journal import JOURNAL, read_journal
 from tests.support.up import Up
+from tests.support.waiting import wait_until
 
+HELD = Path(__file__).parents[1] / "support" / "held_program.py"
 PROGRAM = Path(__file__).parents[1] / "support" / "repair_program.py"
 STEPS = 6
 
@@ -78,3 +82,44 @@ def test_two_turns_are_trained_though_their_runner_is_killed(config: Path, tmp_p
     assert max(step["metrics"]["mean_gen_tokens_per_sample"] for step in steps) > 6
     log = (run / "logs" / "agents-1.log").read_text()
     assert "Traceback" not in log
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_programs_go_on_when_a_rank_of_the_trainer_dies(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that admission allows are between two turns, and what the trainer has is trained: it waits for them."""
+    folder, journal = tmp_path / "held", tmp_path / "runs" / "repair" / JOURNAL
+    (tmp_path / "memory").mkdir()
+    folder.mkdir()
+    monkeypatch.setenv("HELD_PROGRAM", str(folder))
+    settings = yaml.safe_load(config.read_text())
+    settings["env"]["repair"]["target"] = f"{HELD}:Held"
+    settings["trainer"] |= {"num_processes": 2, "device": "cpu"}
+    settings["checkpointing"] = {"snapshot_dir": str(tmp_path / "memory")}
+    config.write_text(yaml.safe_dump(settings))
+    grpo = settings["grpo"]
+    up = Up(config, output=tmp_path / "up.log", cwd=tmp_path)
+    try:
+        up.wait_for("step 1:")
+        (folder / "hold").touch()
+        held = 2 * grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+        wait_until(lambda: len([*folder.glob("*.held")]) == held, within_s=120)
+        rewinds = _rewinds(journal)
+        next(each for each in map(psutil.Process, up.started()) if each.environ().get("RANK") == "1").kill()
+        wait_until(lambda: _rewinds(journal) > rewinds, within_s=120)
+        (folder / "hold").unlink()
+        assert up.ends() == 0, up.said()
+    finally:
+        if up.process.poll() is None:
+            up.stop(signal.SIGTERM)
+    for each in folder.glob("*.held"):
+        assert len([*folder.glob(f"{each.stem}.*.began")]) == 1
+    trained = [line for line in read_journal(journal) if line.kind == "train"]
+    assert [line.step for line in trained] == [*range(STEPS)]
+
+
+def _rewinds(journal: Path) -> int:
+    return sum(line.kind == "rewind" for line in read_journal(journal))

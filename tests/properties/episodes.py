@@ -134,14 +134,22 @@ class Episodes(Fleet):
             self.refuse(LeaseLost)
         return held
 
-    def _require_fence(self, lease: Lease) -> None:
-        if (lease.timeline, lease.incarnation) != (self.timeline, self.incarnation):
-            self.refuse(WrongTimeline)
-
-    def append(self, lease: Lease, index: int, number: int, nonce: str, call: Call, seen: object) -> None:
+    def append(
+        self,
+        lease: Lease,
+        index: int,
+        number: int,
+        nonce: str,
+        call: Call,
+        timeline: str | None = None,
+        *,
+        seen: object,
+    ) -> None:
         self.expire(fills=True)
-        self._require_fence(lease)
-        held = self._require_episode(lease, index, max(span.version for span in call.spans))
+        if self.is_foreign(lease, timeline):
+            self.refuse(WrongTimeline)
+        newest = max(span.version for span in call.spans)
+        held = self._require_episode(lease, index, newest)
         if index in held.pieces or index in held.dropped:
             self.refuse(Surplus)
         calls = held.calls.get(index, [])
@@ -149,6 +157,8 @@ class Episodes(Fleet):
             if (calls[number][0], calls[number][1].encode()) != (nonce, call.encode()):
                 self.refuse(InvalidCall)
             return
+        if not self.descends(timeline or lease.timeline, newest):
+            self.refuse(InvalidCall)
         size = len(call.encode()) + sum(len(each.encode()) for _, each in calls)
         if number > len(calls) or call.parent >= number:
             self.refuse(InvalidCall)
@@ -162,7 +172,8 @@ class Episodes(Fleet):
     ) -> dict[int, int] | None:
         """Returns how often each episode was begun before, if this one begins anew."""
         self.expire(fills=True)
-        self._require_fence(lease)
+        if self.is_foreign(lease):
+            self.refuse(WrongTimeline)
         held = self.groups.get(lease.group.id)
         if held is None and lease.group.lane == "train" and lease.group.order in self.ended - self.failures:
             return None  # filtered since
@@ -177,6 +188,10 @@ class Episodes(Fleet):
         if trajectory is None:
             assert score is not None
             return again if self._free(held, index, score) else None
+        appended = [span.version for _, call in held.calls.get(index, []) for span in call.spans]
+        newest = trajectory.newest_version
+        if newest > max(appended, default=0) and not self.descends(lease.timeline, newest):
+            self.refuse(InvalidCall)
         if len(trajectory.encode()) > self.limits.max_episode_bytes:
             self.refuse(EpisodeTooLarge)
         self._take_in(held, index, trajectory, score)

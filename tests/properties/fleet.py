@@ -50,6 +50,12 @@ class Fleet(Scoring):
         member = self.members.get(replica)
         return self.takes_part(replica) and member is not None and member.timeline == self.timeline
 
+    def descends(self, timeline: str, version: int) -> bool:
+        """Whether the run's weights descend from these, or are these."""
+        names, starts = zip(*self.timelines, strict=True)
+        ends = dict(zip(names, [*starts[1:], math.inf], strict=True))
+        return timeline in ends and version <= ends[timeline]
+
     def takes_part(self, replica: str) -> bool:
         """Whether anyone waits for it."""
         member = self.members.get(replica)
@@ -144,7 +150,10 @@ class Fleet(Scoring):
         newest = (self.epoch_now.id, self.epoch_now.state) if self.epoch_now else None
         assert newest == ((seen.epoch.id, seen.epoch.state) if seen.epoch else None)
         assert bool(seen.reason) == (state == "QUARANTINED")
-        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete, seen.reason)  # type: ignore[arg-type]
+        descends = self.takes_part(replica) and self.descends(
+            self.members[replica].timeline, self.members[replica].version
+        )
+        return HeartbeatReply(state, self.timeline, seen.lost, seen.epoch, seen.complete, seen.reason, descends)  # type: ignore[arg-type]
 
     def heartbeat_again(
         self, number: int, replica: str, tokens: Sequence[str], progress: Sequence[int] = (), *, seen: object
@@ -547,7 +556,7 @@ class Fleet(Scoring):
         assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
         assert lease.token not in self.tokens, "a token is never used twice"
         self.tokens.add(lease.token)
-        held.token = lease.token
+        held.token, held.version = lease.token, lease.version
         self.begin_lease(held)
         assert lease.expires_in_s == (held.lease_end - self.now) / 1000
 
@@ -563,15 +572,15 @@ class Fleet(Scoring):
 
     def _of_lease(self, lease: Lease) -> Held:
         self.expire()
-        if self._is_foreign(lease):
+        if self.is_foreign(lease):
             self.refuse(WrongTimeline)
         return self.held_lease(lease.group.id, lease.token)
 
-    def _is_foreign(self, lease: Lease) -> bool:
-        """Whether the lease is of an earlier timeline or incarnation, and did not outlive its end."""
+    def is_foreign(self, lease: Lease, timeline: str | None = None) -> bool:
+        """Whether the lease is of an earlier timeline (or the one that a call names) or incarnation, and did not outlive its end."""
         held = self.groups.get(lease.group.id)
         outlives = held is not None and held.token == lease.token
-        return lease.incarnation != self.incarnation or (lease.timeline != self.timeline and not outlives)
+        return lease.incarnation != self.incarnation or ((timeline or lease.timeline) != self.timeline and not outlives)
 
     # -- trajectories
 
@@ -590,7 +599,7 @@ class Fleet(Scoring):
         for places in fences.values():
             self.expire(fills=True)
             for place in places:
-                if self._is_foreign(items[place][0]):
+                if self.is_foreign(items[place][0]):
                     answers[place] = self.refusal(WrongTimeline(""))
                 else:
                     answers[place] = take(*items[place])

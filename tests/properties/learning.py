@@ -272,14 +272,15 @@ class Model(Episodes):
             self.epoch_now.state = "aborted"
 
     def _goes_on(self, held: Held, version: int) -> bool:
-        """Whether a replica goes on with its lease: it has written nothing, and holds nothing, but what the next weights descend from."""
-        holder, begun = held.replica, [*(piece.trajectory for piece in held.pieces.values()), *held.saved.values()]
-        return (
-            not held.kind
-            and self.healthy(holder)
-            and self.members[holder].version <= version
-            and all(trajectory.newest_version <= version for trajectory in begun)
-        )
+        """Whether its lease goes on: nothing is written, and its replica holds nothing, but what the next weights descend from."""
+        begun = [piece.trajectory.newest_version for piece in held.pieces.values()]
+        begun += [prefix.newest_version for prefix in held.saved.values()]
+        begun += [span.version for calls in held.calls.values() for _, call in calls for span in call.spans]
+        if held.episodes:
+            goes_on = held.token is not None and held.version <= version
+        else:
+            goes_on = not held.kind and self.healthy(held.replica) and self.members[held.replica].version <= version
+        return goes_on and max(begun, default=0) <= version
 
     def restore(
         self, version: int, timeline: str, incarnation: str, enqueued: int, ended: Ended, seen: object

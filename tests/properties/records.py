@@ -73,6 +73,7 @@ class Held:
     number: int = -1  # what the buffer calls it
     token: str | None = None
     replica: str = ""  # or `runner <id>`
+    version: int = 0  # the oldest weights that its lease allows
     leased: int = 0
     lease_end: int = 0
     deadline: int = 0

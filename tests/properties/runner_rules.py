@@ -97,15 +97,19 @@ class RunnerRules(RolloutRules):
         parent=st.sampled_from([-1, -1, 0, 1, 3]),
         size=sizes,
         newer=st.sampled_from([0, 0, 0, 1]),
+        late=st.sampled_from([None, None, 0, 0, 1, 2]),
         how=deliveries,
     )
-    def append(self, which: int, index: int, off: int, parent: int, size: int, newer: int, how: str) -> None:
-        """The next call, or another, of one of the newest episodes."""
+    def append(
+        self, which: int, index: int, off: int, parent: int, size: int, newer: int, late: int | None, how: str
+    ) -> None:
+        """The next call, or another, of one of the newest episodes; by weights of this timeline, or of another."""
         lease = self.episodes[-1 - which % len(self.episodes)]
         held = self.model.groups.get(lease.group.id)
         number = max(0, len(held.calls.get(index, ()) if held else ()) + off)
         call = self.policy_call(lease, parent, size, newer)
-        self.call("append", lease, index, number, self.name(), call, how=how)
+        timeline = None if late is None else self.timeline(late)
+        self.call("append", lease, index, number, self.name(), call, timeline, how=how)
 
     def policy_call(self, lease: Lease, parent: int, size: int, newer: int = 0) -> Call:
         answer = {"role": "assistant", "content": "a" * size + self.name()}
@@ -121,7 +125,7 @@ class RunnerRules(RolloutRules):
                     held = self.model.groups.get(lease.group.id)
                     number = len(held.calls.get(index, ()) if held else ())
                     call = self.policy_call(lease, number - 1, size)
-                    self.call("append", lease, index, number, self.name(), call)
+                    self.call("append", lease, index, number, self.name(), call, self.model.timeline)
 
     @precondition(lambda self: self.episodes)
     @rule(

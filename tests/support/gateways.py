@@ -91,7 +91,7 @@ def replica(name: str, state: Any = "HEALTHY", version: int = 3, timeline: str =
 
 @dataclasses.dataclass
 class Open:
-    """An open episode, and how programs reach it. `kept` are the calls that were kept, in order."""
+    """An open episode, and how programs reach it. `kept` are the calls that were kept, in order, and the `timelines` that wrote them."""
 
     episode: OpenEpisode
     gateway: Gateway
@@ -100,6 +100,7 @@ class Open:
     address: str
     key: str
     kept: list[Call]
+    timelines: list[str]
     opens: Callable[[Keep], OpenEpisode]
     fail_to_keep: HeadraceError | None = None
     may_keep: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -113,7 +114,7 @@ class Open:
         """Another episode of the same gateway."""
         kept: list[Call] = []
 
-        async def keep(number: int, nonce: str, call: Call) -> None:
+        async def keep(number: int, nonce: str, call: Call, timeline: str) -> None:
             kept.append(call)
 
         episode = self.opens(keep)
@@ -161,7 +162,7 @@ async def open_episode(
     fleet.note(map(replica, toys))
     opened: Open
 
-    async def keep(number: int, nonce: str, call: Call) -> None:
+    async def keep(number: int, nonce: str, call: Call, timeline: str) -> None:
         await opened.may_keep.wait()
         for _ in range(number * 7 % 5):  # some take longer than those that began after them
             await asyncio.sleep(0)
@@ -169,6 +170,7 @@ async def open_episode(
             raise opened.fail_to_keep
         assert number == len(opened.kept)
         opened.kept.append(call)
+        opened.timelines.append(timeline)
 
     def opens(keep: Keep) -> OpenEpisode:
         return OpenEpisode("group-1[0]", lease(), 0, fleet, keep, limits, clocks, "42 group-1 0")
@@ -183,7 +185,7 @@ async def open_episode(
         async with forward, serve_openly(app, sock, certificate):
             scheme = "http" if certificate is None else "https"
             address = f"{scheme}://{config.agents.host}:{sock.getsockname()[1]}"
-            opened = Open(episode, gateway, fleet, toys, address, key, [], opens)
+            opened = Open(episode, gateway, fleet, toys, address, key, [], [], opens)
             opened.may_keep.set()
             try:
                 yield opened

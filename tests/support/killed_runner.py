@@ -33,8 +33,10 @@ def die_at(boundary: str, lease: Lease, index: int) -> None:
 
 
 class Struck(ReplayClient):
-    async def append(self, lease: Lease, index: int, number: int, nonce: str, call: Call) -> None:
-        await super().append(lease, index, number, nonce, call)
+    async def append(
+        self, lease: Lease, index: int, number: int, nonce: str, call: Call, timeline: str | None = None
+    ) -> None:
+        await super().append(lease, index, number, nonce, call, timeline)
         if number == CALLS - 1:
             die_at("appended", lease, index)
 

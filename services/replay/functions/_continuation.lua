@@ -87,7 +87,7 @@ local function go_on(run, group, taker)
   if group.lane == 'train' then sift_pushed(run, group) end
   local token = lease_token(taker.nonce, take_ticket(run), group)
   local indices, prefixes = missing(run, group)
-  redis.call('HSET', group.key, 'token', token, 'replica', taker.holder)
+  redis.call('HSET', group.key, 'token', token, 'replica', taker.holder, 'version', taker.version)
   local ends_in = hold_lease(run, group, taker)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,

@@ -6,7 +6,7 @@
 --   kind      `episodes`: runners lease it; `validators`: the replicas that validate beside training do; absent: any replica does
 --   record    nonce of its record
 --   worst     bytes that n trajectories may grow to; actual and held: bytes pushed, bytes accounted
---   attempt   leases so far; failures, ticket, token, replica
+--   attempt   leases so far; failures, ticket, token, replica; version (the oldest weights that the lease allows)
 --   deadline  of an open group that is leased: when its lease ends unless it progresses (law 6); moved: when it progressed last (both in
 --             ms); progress: the highest count that a heartbeat reported under this lease
 --   pushed, scored; oldest and newest (weight versions)

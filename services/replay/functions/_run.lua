@@ -230,6 +230,18 @@ local function require_timeline(run, timeline)
   end
 end
 
+-- Whether the run's weights descend from those of `version` on `timeline` (law 2).
+local function descends(run, timeline, version)
+  if timeline == run.timeline then return true end
+  local found
+  for _, entry in ipairs(redis.call('LRANGE', run.base .. 'timelines', 0, -1)) do
+    local ancestor, start = string.match(entry, '^(%S+) (%d+)$')
+    if found then return version <= tonumber(start) end  -- where the next one went on
+    found = ancestor == timeline
+  end
+  return false
+end
+
 local function require_incarnation(run, incarnation)
   if run.incarnation ~= incarnation then
     refuse('HR_TIMELINE', 'incarnation ' .. show(incarnation) .. ' has ended; a restore installed another')

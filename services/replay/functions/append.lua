@@ -1,11 +1,12 @@
 -- append: store a call of an episode, before the program gets its answer.
 -- KEYS     the run
--- ARGV     timeline, incarnation, group (its id), token, index, tries (how often the episode was begun before), number (of the call, from 0
---          in order), parent (number of the call that it continues; -1: a root), nonce, oldest and newest (weight versions); then its bytes
+-- ARGV     timeline (of the weights that wrote it), incarnation, group (its id), token, index, tries (how often the episode was begun
+--          before), number (of the call, from 0 in order), parent (number of the call that it continues; -1: a root), nonce, oldest and
+--          newest (weight versions); then its bytes
 -- Returns  1; the same call again changes nothing
 -- Errors   HR_TIMELINE, HR_LEASE_LOST (the episode has started over, or the server lost that write), HR_SURPLUS (the episode has ended, or
---          the group has its n without it), HR_INVALID (also: out of order, or its parent is absent), HR_EPISODE_BYTES (more than
---          max_episode_bytes)
+--          the group has its n without it), HR_INVALID (also: out of order, its parent is absent, or a rewind undid these weights),
+--          HR_EPISODE_BYTES (more than max_episode_bytes)
 --
 -- The calls of an episode are one list, each preceded by its nonce. The lease already counts their bytes.
 -- uses: _args, _episode, _group, _register, _trajectory
@@ -44,6 +45,8 @@ register('append', {
     if redis.call('LINDEX', calls.key, call.number) ~= kept then refuse_call(call, 'is another one') end
     return 1
   end
+  code, message = weights_refusal(run, call, entry)
+  if code then refuse(code, message) end
   if call.number > calls.count then refuse_call(call, 'comes after only ' .. calls.count .. ' calls') end
   if call.parent >= call.number then refuse_call(call, 'continues call ' .. call.parent .. ', which is not before it') end
   if calls.count == 0 and redis.call('EXISTS', calls.key) == 1 then refuse_call(call, 'has the nonce of another payload') end

@@ -131,6 +131,7 @@ local function finish(run, call, entry)
   if mine and group.has_ended then return 0 end
   if mine and freed and call.tries < group.tries then return group.state == 'open' and 1 or 0 end
   code, message = episode_refusal(run, call, entry, group)
+  if not code and entry.newest > (group.appended or 0) then code, message = weights_refusal(run, call, entry) end
   if not code then code, message = bytes_refusal(run, entry, call.bytes) end
   if code then return nil, code, message end
   if call.length == 0 then return free(run, group, entry) end

@@ -12,16 +12,23 @@
 --
 -- A lease goes on if its replica holds verified weights from which those of `version` descend: then what was sampled under it, handed in
 -- or not, is of these. A transfer that has begun would have made the replica STALE. What it samples under weights that it has pulled, it
--- hands in after `verify`, which refuses the old timeline. So a trainer that comes back with its newest weights interrupts no generation:
--- its replicas get these weights again, as in a late refit.
+-- hands in after `verify`, which refuses the old timeline. A lease of episodes goes on if it allows weights of `version`: its programs have
+-- seen only what was appended, and what others sample for them is judged when it is (_episode.lua). So a trainer that comes back with its
+-- newest weights interrupts nothing: its replicas get these weights again, as in a late refit.
 --
 -- Its work is bounded by what admission allows in flight, the steps since the last commit or retained, and one validation.
 -- uses: _args, _fields, _fleet, _group, _register, _run, _scoring, _steps, _trajectory, _validation
 
--- Whether a replica goes on with the open group under the lease that it has. Episodes start over: their calls are fenced by the timeline.
-local function goes_on(run, group, version)
+-- The oldest weights that the lease of the open group allows from now on; infinite if it can't go on.
+local function oldest_weights(run, group)
+  if group.kind == 'episodes' then return group.replica ~= '' and tonumber(redis.call('HGET', group.key, 'version')) or math.huge end
   local state, timeline, held = unpack(redis.call('HMGET', replica_key(run, group.replica), 'state', 'timeline', 'version'))
-  if state_of(run, state, timeline) ~= 'HEALTHY' or tonumber(held) > version or group.kind then return false end
+  return not group.kind and state_of(run, state, timeline) == 'HEALTHY' and tonumber(held) or math.huge
+end
+
+-- Whether the open group's holder goes on with it under the lease that it has.
+local function goes_on(run, group, version)
+  if oldest_weights(run, group) > version then return false end
   local saved = (group.saves or 0) > 0 and redis.call('HMGET', group.key, unpack(field_names_of(group, 'q'))) or {}
   for _, value in ipairs(saved) do
     local _, _, _, newest = extent_of(value)

@@ -22,7 +22,7 @@ from headrace.replay import Limits, ReplayClient
 from headrace_services.agents.runner import EpisodeRunner
 from headrace_services.agents.running_episode import OpenEpisode
 from tests.integration.agents.stage import N, Play, Played, Stage, scored, two_turns
-from tests.support.buffer import make_group, reserve, rewind, tighten
+from tests.support.buffer import make_group, nonce, refit, reserve, rewind, tighten
 from tests.support.toy_policy import decode
 from tests.support.waiting import eventually
 
@@ -423,28 +423,54 @@ async def _ask(episode: Episode) -> Any:
         return await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
 
 
-async def test_a_rewind_ends_sessions_and_programs(stage: Stage) -> None:
+async def test_programs_go_on_over_a_rewind(stage: Stage) -> None:
+    """With calls of the timeline that it started."""
+    rewound, heard = asyncio.Event(), []
+
+    async def talks(episode: Episode) -> EpisodeOutcome:
+        messages = list(episode.messages)
+        for _ in range(2):
+            heard.append(await episode.chat(messages))
+            messages += [heard[-1], {"role": "user", "content": "and?"}]
+            await rewound.wait()
+        return scored(float(episode.index))
+
+    programs = Played(talks)
+    await stage.enqueue(0)
+    async with stage.runner(programs):
+        await eventually(lambda: len(heard) == N)
+        stage.toy.policy.timeline = (await rewind(stage.replay, 0)).timeline
+        await refit(stage.replay, 0, [stage.toy.policy.replica])
+        rewound.set()
+        await stage.until(ready=1)
+    assert len(programs.began) == N
+    assert (await stage.replay.group("e0-train-0"))["attempt"] == 1
+
+
+async def test_a_restore_ends_sessions_and_programs(stage: Stage) -> None:
     programs = Played(waits)
     await stage.enqueue(0)
     async with stage.runner(programs) as (runner, _, _):
         await eventually(lambda: programs.open == N)
-        stage.toy.policy.timeline = (await rewind(stage.replay, 0)).timeline
+        await stage.replay.restore(0, nonce(), nonce(), 0)
         await eventually(lambda: programs.open == 0)
         with pytest.raises(openai.AuthenticationError):
             await _ask(programs.began[0])
         assert runner.count_taken("train") == 0
 
 
-async def test_a_call_after_a_rewind_reaches_nobody(stage: Stage) -> None:
+async def test_a_call_after_a_restore_reaches_nobody(stage: Stage) -> None:
     """Fenced by the buffer, before the runner has heard of it."""
     asked: list[asyncio.Task[Any]] = []
 
+    async def asks_after_restore(episode: Episode) -> Any:
+        await stage.replay.restore(0, nonce(), nonce(), 0)
+        return await _ask(episode)
+
     async def asks(episode: Episode) -> EpisodeOutcome:
         if not asked:
-            await rewind(stage.replay, 0)
-            asked.append(asyncio.create_task(_ask(episode)))
-        await asyncio.Event().wait()
-        raise AssertionError
+            asked.append(asyncio.create_task(asks_after_restore(episode)))
+        return await waits(episode)
 
     await stage.enqueue(0)
     async with stage.runner(Played(asks)):

@@ -343,7 +343,7 @@ async def test_law_4_a_refit_that_fails_its_proof_takes_the_calls_with_it(
     assert difference(fleet, request(), it) < 1e-4
 
 
-async def test_law_4_a_rewind_ends_the_calls_of_the_timeline_before(
+async def test_law_4_a_rewind_ends_the_calls_of_weights_that_it_undoes(
     client: ReplicaClient, fleet: Fleet, replica: Process
 ) -> None:
     call = await sampling(client, replica, long())
@@ -358,8 +358,24 @@ async def test_law_4_a_rewind_ends_the_calls_of_the_timeline_before(
     assert await fenced(client.sample(request())) == "timeline"
 
 
-async def test_a_replica_that_is_stopped_hands_its_calls_back(client: ReplicaClient, replica: Process) -> None:
+async def test_law_2_a_call_goes_on_over_a_rewind_to_its_weights(
+    client: ReplicaClient, fleet: Fleet, replica: Process
+) -> None:
+    """It is paused, and then goes on with those of the new timeline."""
+    version = 1 + await fleet.trained_step()
+    assert len((await fleet.refit(version)).verified) == 1
+    await eventually(lambda: _ready(replica))
     call = await sampling(client, replica, long(timeline="timeline-1"))
+    fleet.timeline = "timeline-2"
+    await fleet.replay.rewind(version, fleet.timeline)
+    assert len((await fleet.refit(version)).verified) == 1
+    it = await call
+    assert (it.timeline, it.version, {span.version for span in it.spans}) == ("timeline-2", version, {version})
+    assert difference(fleet, long(), it) < 1e-4
+
+
+async def test_a_replica_that_is_stopped_hands_its_calls_back(client: ReplicaClient, replica: Process) -> None:
+    call = await sampling(client, replica, long(timeline="timeline-2"))
     replica.popen.terminate()
     assert await fenced(call) == "leaving"
     assert await replica.ended() == 0

@@ -13,8 +13,8 @@ SCORED = Score("SCORED", 1.0, build="b")
 FAILED = Score("FAILED", message="it raised")
 
 
-def candidate(name: str, calls: int = 0, *, healthy: bool = True, timeline: str = "t", version: int = 3) -> Candidate:
-    return Candidate(name, healthy, timeline, version, calls)
+def candidate(name: str, calls: int = 0, *, healthy: bool = True, version: int = 3) -> Candidate:
+    return Candidate(name, healthy, version, calls)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,6 @@ def candidate(name: str, calls: int = 0, *, healthy: bool = True, timeline: str 
         ([candidate("a", 5), candidate("b", 2)], "a", {"a"}, "b"),
         ([candidate("a", 5), candidate("b", 2)], "gone", set(), "b"),
         ([candidate("a", healthy=False)], "a", set(), None),
-        ([candidate("a", timeline="before"), candidate("b", 9)], "a", set(), "b"),
         ([candidate("a", version=2), candidate("b", 9, version=4)], None, set(), "b"),
         ([], None, set(), None),
     ],
@@ -33,7 +32,7 @@ def candidate(name: str, calls: int = 0, *, healthy: bool = True, timeline: str 
 def test_a_call_goes_to_its_parents_replica_or_to_the_least_loaded(
     candidates: Any, parent: Any, refused: Any, chosen: Any
 ) -> None:
-    assert choose(candidates, "t", 3, parent, refused) == chosen
+    assert choose(candidates, 3, parent, refused) == chosen
 
 
 def outcome(**changes: Any) -> Outcome:

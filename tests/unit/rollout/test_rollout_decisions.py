@@ -21,6 +21,7 @@ from headrace_services.rollout.decisions import (
     WorkerState,
     decide,
     fence,
+    timeline_of_call,
 )
 from headrace_services.rollout.worker import ReplicaStatus
 
@@ -292,6 +293,15 @@ def test_law_4_calls_of_an_abandoned_timeline_are_ended_first() -> None:
     ended = EndCalls(frozenset({"u"}))
     assert decide(worker_state(epoch=transfer, calls=both, in_flight_updates=True)) == [ended, TakePart(transfer)]
     assert decide(worker_state(calls=both, max_groups=0)) == [ended]
+
+
+def test_law_2_a_call_goes_on_over_a_rewind_that_its_weights_survive() -> None:
+    undone = HeartbeatReply(state="STALE", timeline="t", lost=(), epoch=None)
+    survived = msgspec.structs.replace(undone, descends=True)
+    assert timeline_of_call("u", ("u", 2), survived) == "t"
+    assert timeline_of_call("u", ("u", 2), undone) == "u"
+    assert timeline_of_call("u", ("v", 2), survived) == "u"
+    assert timeline_of_call("u", None, survived) == "u"  # an earlier refit had begun
 
 
 def test_a_replica_that_is_no_longer_of_the_fleet_ends_its_calls() -> None:
