@@ -35,7 +35,7 @@ from transformers.core_model_loading import WeightConverter
 from headrace.config import Config
 from headrace_services.trainer.distributed import sharding
 from headrace_services.trainer.learning.optimizer import ModelOptimizer
-from headrace_services.trainer.memory.models import KNOWN, micro_batch, models_of
+from headrace_services.trainer.memory.models import KNOWN, list_models, micro_batch
 from headrace_services.trainer.memory.parts import BUCKETS, CUDA_PART, GIB, NCCL_PART, total, trainer_phases
 from headrace_services.trainer.network import backbone, policy_model
 from headrace_services.trainer.network.packing import PackedRows, TreeSpan
@@ -115,7 +115,7 @@ def planned(case: Case) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         config = case.config(folder)
         found = trainer_phases(
-            models_of(config),
+            list_models(config),
             micro_batch(config.policy, training=True),
             shards=case.ranks,
             copies=1,

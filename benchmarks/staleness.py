@@ -140,7 +140,7 @@ def measure(model: Path, age: int, correction: str, seed: int) -> Curve:
         sampler.load(versions[0])
         drawn = sampler.draw(next(questions), algorithm.num_generations_per_prompt, seed * STEPS + step)
         train_step(learner, batch_of(drawn, algorithm.num_generations_per_prompt, age=min(age, step)))
-        versions.append({name: weight.clone() for name, weight in learner.iter_weights()})
+        versions.append({name: weight.clone() for name, weight in learner.policy.weights()})
         if (step + 1) % VALIDATE == 0:
             sampler.load(versions[-1])
             accuracies.append((step + 1, sampler.accuracy(asked)))

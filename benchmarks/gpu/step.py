@@ -108,7 +108,8 @@ def _measure(stage: Stage, name: str, config: Config) -> dict[str, torch.Tensor]
         steps.one()
         taken.append(steps.learner.seconds["policy_training"])
     peak, planned = memory.peak() / GIB, _planned(config, stage) / GIB
-    seconds, work, meter = statistics.median(taken), steps.learner.work, ThroughputMeter.of(config)
+    seconds, work = statistics.median(taken), steps.learner.work
+    meter = ThroughputMeter.of(config, steps.learner.policy.model.config)
     assert work is not None
     assert meter.architecture is not None
     flops = meter.architecture.training_flops(work, recompute=meter.recompute, chunked=meter.chunked)

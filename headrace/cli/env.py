@@ -4,6 +4,7 @@ and list a run's environments."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 from collections.abc import Iterable, Sequence
@@ -88,10 +89,6 @@ def attach(
     log_lines()
     target = environment_file.complete_target(target)
     file, attached, changed = environment_file.path_of(target), None, True
-
-    def has_changed() -> bool:
-        return reload and signature(file) != seen
-
     while changed:
         seen = signature(file)  # before the file is read, so that a later write counts as another change
         try:
@@ -105,7 +102,11 @@ def attach(
             if attached is None:
                 raise
             _log.error("%s\nThe previous environment stays attached until the file is fixed.", error)
-        changed = attached.wait(has_changed)
+        changed = attached.wait(functools.partial(_differs, file, seen) if reload else lambda: False)
+
+
+def _differs(file: Path, seen: tuple[int, int, int] | None) -> bool:
+    return signature(file) != seen
 
 
 @app.command("list")

@@ -27,7 +27,7 @@ from headrace.env.environment import Environment
 from headrace.env.episode import EpisodeOutcome
 from headrace.env.flow import Flow
 from headrace.env.programs import Programs
-from headrace.env.server import GRACE_S, BatchScorer
+from headrace.env.server import GRACE_S, STALL_S, BatchScorer
 from headrace.env.wire import (
     episode_from_wire,
     fit_outcome,
@@ -334,7 +334,7 @@ class _Stream:
             results = [score_to_wire(Score("INVALID", message=str(error)))] * len(work.score.trajectories)
         else:
             traces = [trajectory.traceparent for trajectory in work.score.trajectories]
-            scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000), traces)
+            scores = await self._scorer.score(samples, rpc.time_before(work.deadline_ms / 1000, STALL_S), traces)
             results = fit_results([score_to_wire(score) for score in scores], self._max_message_bytes)
         self._count(result.status for result in results)
         answer.score.results.extend(results)

@@ -38,6 +38,9 @@ from headrace.v1 import environment_pb2_grpc as pb_grpc
 
 _log = logging.getLogger("headrace.env.environment")
 GRACE_S = 2.0
+# A call is answered at most so long before its deadline, so that a machine may stand still meanwhile: if the answer is late because one
+# sample hangs, the scores of the others are lost with it.
+STALL_S = 5.0
 
 
 def run(
@@ -107,7 +110,7 @@ class _Servicer(pb_grpc.EnvironmentServiceServicer):
     ) -> pb.EnvironmentServiceScoreResponse:
         samples = [sample_from_wire(trajectory) for trajectory in request.trajectories]
         traces = [trajectory.traceparent for trajectory in request.trajectories]
-        scores = await self._scorer.score(samples, rpc.time_to_answer(context), traces)
+        scores = await self._scorer.score(samples, rpc.time_to_answer(context, STALL_S), traces)
         results = fit_results([score_to_wire(score) for score in scores], rpc.MAX_MESSAGE_BYTES)
         return pb.EnvironmentServiceScoreResponse(results=results)
 

@@ -177,15 +177,15 @@ async def add_health_and_reflection(server: grpc.aio.Server, services: Iterable[
     return servicer
 
 
-def time_to_answer(context: grpc.aio.ServicerContext) -> float | None:
+def time_to_answer(context: grpc.aio.ServicerContext, most_s: float = 1.0) -> float | None:
     """Return the seconds in which to answer, so that the answer reaches the caller before its deadline; None without a deadline."""
     remaining: float | None = context.time_remaining()
-    return None if remaining is None else time_before(remaining)
+    return None if remaining is None else time_before(remaining, most_s)
 
 
-def time_before(deadline_s: float) -> float:
-    """Return the seconds in which to answer, if the answer is due at the caller in `deadline_s`."""
-    return max(0.0, deadline_s - min(1.0, 0.1 * deadline_s))
+def time_before(deadline_s: float, most_s: float = 1.0) -> float:
+    """Return the seconds in which to answer, if the answer is due at the caller in `deadline_s`: a tenth less, but at most `most_s`."""
+    return max(0.0, deadline_s - min(most_s, 0.1 * deadline_s))
 
 
 def _limits(max_message_bytes: int) -> list[tuple[str, int]]:

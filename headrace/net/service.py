@@ -28,6 +28,7 @@ from headrace.base.tls import CertificateFiles, Reloading
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request
+    from prometheus_client.registry import Collector
 
     from headrace.net.http_access import HttpAccess
 
@@ -189,6 +190,18 @@ def create_app(
     for path in ("/metrics", "/metrics/"):
         app.add_route(path, metrics, include_in_schema=False)
     return app
+
+
+@contextlib.contextmanager
+def exported(metrics: Collector) -> Iterator[None]:
+    """Show these on `/metrics` while the context is open."""
+    from prometheus_client import REGISTRY
+
+    REGISTRY.register(metrics)
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(metrics)
 
 
 async def read_body(request: Request, most: int) -> bytes | None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
+import redis
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
@@ -262,6 +263,8 @@ def _settings(retries: int) -> dict[str, Any]:
         "retry": retry,
         "retry_on_error": [RedisConnectionError, RedisTimeoutError],
         "socket_read_size": READ_BYTES,
+        # else each connection reads the package's metadata
+        "driver_info": redis.DriverInfo(lib_version=redis.__version__),
         **_TIMEOUTS,
     }
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.base.errors import HeadraceError
 from headrace.base.http_client import NotReached
+from headrace.base.tasks import cancel
 from headrace.net.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.records.trajectory import Message
 from headrace.replay import Replica
@@ -209,8 +210,7 @@ class Fleet:
             return asking.result()
         finally:
             del self._awaited[lost]
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            await cancel([asking])
 
     def _reason_of_loss(self, replica: str, timeline: str | None) -> HeadraceError | None:
         """Return why this replica will not answer any more, or None. A replica in a refit may stop and then continue with newer weights."""

@@ -176,7 +176,7 @@ class EpisodeRunner:
         if not reply.alive:
             await self._enter_again()
             return
-        await self._end(reply.lost, "surplus", only=frozenset(reply.complete))
+        await self._end(set(reply.lost) & set(reply.complete), "surplus")
         await self._end(reply.lost, "lost")
         if self._config.agents.advertised_url is not None:
             others = [runner.info for runner in await self._replay.runners() if runner.alive]
@@ -228,11 +228,9 @@ class EpisodeRunner:
             if not held.tasks:
                 del self._held[token]
 
-    async def _end(
-        self, tokens: Iterable[str], outcome: str = "returned", *, only: frozenset[str] | None = None
-    ) -> None:
+    async def _end(self, tokens: Iterable[str], outcome: str = "returned") -> None:
         """End the episodes of these leases, which are void or about to be. Cancels their programs and invalidates their keys."""
-        ended = [token for token in tokens if token in self._held and (only is None or token in only)]
+        ended = [token for token in tokens if token in self._held]
         tasks: list[asyncio.Task[None]] = []
         for held in map(self._held.pop, ended):
             for task in held.tasks.values():

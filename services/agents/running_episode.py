@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from headrace.base.errors import HeadraceError
+from headrace.base.tasks import cancel
 from headrace.net import tracing
 from headrace.net.replica_client import RenderRefused, SampleRequest
 from headrace.records.trajectory import Call
@@ -102,9 +103,7 @@ class OpenEpisode:
     async def end(self) -> SessionSummary:
         """End the session and give up the calls that are still running."""
         ending = self.session.end()
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel(self._tasks.values())
         return ending
 
     async def _carry_out(self, call: SessionCall, *, parses_tools: bool) -> None:

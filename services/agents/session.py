@@ -250,9 +250,8 @@ class Session:
         self._owed: Counter[bytes] = Counter()  # requests that got an error, by body
         self._placed_before: Counter[bytes] = Counter()
         self._idle_since: float | None = now
-        self._limit: tuple[str, float] | None = (
-            None  # the last refusal by a limit, unless another call was placed since
-        )
+        # the last refusal by a limit, unless another call was placed since
+        self._limit: tuple[str, float] | None = None
         self._cut_short = False  # the call placed last ended for lack of room
 
     # -- a request -----------------------------------------------------------------------------------------------------------
@@ -405,10 +404,7 @@ class Session:
                 limits.tokens - tokens,
                 f"the episode has {tokens} tokens, and may have {limits.tokens} (agents.max_episode_tokens)",
             ),
-            (
-                (limits.nbytes - nbytes) // _RESERVED_BYTES,
-                self._too_many_bytes(nbytes),
-            ),
+            ((limits.nbytes - nbytes) // _RESERVED_BYTES, self._too_many_bytes(nbytes)),
         )
 
     def _too_many_bytes(self, nbytes: int) -> str:
@@ -443,9 +439,8 @@ class Session:
         call.number, call.answer = self._numbered, answer
         self._numbered += 1
         call.conversation = conversation.followed_by(call.prefixes[-1], call.answer)
-        if not isinstance(
-            call.completion.stop_reason, str
-        ):  # otherwise the path has tokens of the stop string, which no conversation has
+        # otherwise the path has tokens of the stop string, which no conversation has
+        if not isinstance(call.completion.stop_reason, str):
             self._by_conversation.setdefault(call.conversation, []).append(call)
         self._note_activity(now)
 

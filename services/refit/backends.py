@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from headrace.base.devices import NCCL_REMEDY
@@ -49,7 +49,7 @@ class Backends:
 
     def choose(self, members: Collection[str], problem: str | None) -> Backend:
         """Return the backend for an attempt to which these members have come: the fastest that is not given up; with a
-        `membership.nccl_problem`, not one of NCCL. Raises `ServiceError` if nccl is configured and can't be used."""
+        `nccl_problem`, not one of NCCL. Raises `ServiceError` if nccl is configured and can't be used."""
         failure, self._failure = self._failure, None
         if failure is not None and failure.members.issubset(members):
             self.given_up[failure.backend] = failure.reason
@@ -83,3 +83,22 @@ class Backends:
 
     def describe_failures(self) -> str:
         return "; ".join(f"{backend}: {reason}" for backend, reason in self.given_up.items())
+
+
+def nccl_problem(trainer: Sequence[str], replicas: Mapping[str, Sequence[str]]) -> str | None:
+    """Return why NCCL can't carry weights between these devices, the trainer's and each replica's (UUIDs; none on a CPU); None if it
+    can.
+
+    NCCL refuses two ranks on one device, and can't connect instances of a divided one.
+    """
+    holders: dict[str, str] = {}
+    for holder, own in (("the trainer", trainer), *((f"replica {name}", own) for name, own in replicas.items())):
+        if not own:
+            return f"{holder} names no GPU (it runs on a CPU, or NVML can't be reached there)"
+        for uuid in own:
+            if uuid.startswith("MIG-"):
+                return f"{holder} has {uuid}, an instance of a divided GPU"
+            if uuid in holders:
+                return f"{holders[uuid]} and {holder} share {uuid}"
+            holders[uuid] = holder
+    return None

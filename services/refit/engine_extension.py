@@ -261,14 +261,14 @@ class WeightChannelExtension:
     _watching: tuple[str, StateWatch, contextlib.ExitStack] | None = None
 
     def join_group(self, place: dict[str, Any], timeout_s: float) -> RefitFailure | None:
-        return self._failure_of(lambda: self.weight_transfer_engine.join(place, timeout_s))
+        return self._catch_failure(lambda: self.weight_transfer_engine.join(place, timeout_s))
 
     def receive_weights(
         self, manifest: dict[str, Any], timeout_s: float, file: str = "", checksums: Sequence[int] = ()
     ) -> RefitFailure | None:
         """Call `WeightChannelEngine.load`, with an encoded `manifest`."""
         load = self.weight_transfer_engine.load
-        return self._failure_of(lambda: load(Manifest.decode(manifest), timeout_s, file, checksums))
+        return self._catch_failure(lambda: load(Manifest.decode(manifest), timeout_s, file, checksums))
 
     def watch_states(self, count: int, length: int) -> None:
         """Sketch the states between the `count` layers of the model for the next `length` tokens, until `read_states`."""
@@ -301,7 +301,7 @@ class WeightChannelExtension:
         """Return the variable as this worker's process has it; empty if it isn't set."""
         return os.environ.get(name, "")
 
-    def _failure_of(self, call: Callable[[], None]) -> RefitFailure | None:
+    def _catch_failure(self, call: Callable[[], None]) -> RefitFailure | None:
         try:
             with set_current_vllm_config(self.vllm_config):
                 call()

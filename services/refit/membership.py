@@ -29,11 +29,6 @@ def find_unsettled(epoch: Epoch, fleet: Iterable[Replica]) -> frozenset[str]:
     return frozenset(epoch.members) - frozenset(epoch.verified) - find_lost(epoch, fleet)
 
 
-def was_interrupted(epoch: Epoch) -> bool:
-    """Whether some member did not get all the bytes through no fault of its own."""
-    return bool(epoch.interrupted)
-
-
 def at_fault(epoch: Epoch) -> frozenset[str]:
     """Return the members that broke the collective themselves, and would break the next one."""
     return frozenset(epoch.refused) - frozenset(epoch.interrupted)
@@ -45,22 +40,3 @@ def find_late(received: Sequence[int], ranks: Mapping[str, range]) -> dict[str, 
     counts = {member: min(received[rank - 1] for rank in own) for member, own in ranks.items()}
     most = max(counts.values(), default=0)
     return {member: count for member, count in counts.items() if count < most}
-
-
-def nccl_problem(trainer: Sequence[str], replicas: Mapping[str, Sequence[str]]) -> str | None:
-    """Return why NCCL can't carry weights between these devices, the trainer's and each replica's (UUIDs; none on a CPU); None if it
-    can.
-
-    NCCL refuses two ranks on one device, and can't connect instances of a divided one.
-    """
-    holders: dict[str, str] = {}
-    for holder, own in (("the trainer", trainer), *((f"replica {name}", own) for name, own in replicas.items())):
-        if not own:
-            return f"{holder} names no GPU (it runs on a CPU, or NVML can't be reached there)"
-        for uuid in own:
-            if uuid.startswith("MIG-"):
-                return f"{holder} has {uuid}, an instance of a divided GPU"
-            if uuid in holders:
-                return f"{holders[uuid]} and {holder} share {uuid}"
-            holders[uuid] = holder
-    return None

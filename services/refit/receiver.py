@@ -130,28 +130,24 @@ def refit_problem(vllm_config: Any) -> str | None:
 
 
 class WeightReceiver:
-    """One replica's receiver. Its calls must not overlap.
+    """One replica's receiver. Its calls must not overlap. `weights` are timeline and version of the engine's weights if they are verified,
+    else None.
 
     During `take_part`, running requests are paused and then continue under weights that are not yet verified. The caller must hold back
     the requests that finish in the meantime. If the result is False, it must discard them and everything that is still running.
     """
 
     def __init__(self, config: Config, engine: AsyncLLM, replay: ReplayClient, replica: str) -> None:
+        self.weights: tuple[str, int] | None = None
         self._engine = engine
         self._replay = replay
         self._replica = replica
         self._clear_cache = not keeps_stale_kv(config)
         self._cache_salt = secrets.token_hex(8)
         self._group: str | None = None
-        self._held: tuple[str, int] | None = None
         # durations of the parts of the last `take_part`, in order
         self.seconds: dict[str, float] = {}
         self.verdict: RefitVerdict | None = None  # on the last probe
-
-    @property
-    def weights(self) -> tuple[str, int] | None:
-        """The (timeline, version) of the engine's weights if they are verified, else None."""
-        return self._held
 
     @property
     def cache_salt(self) -> str | None:
@@ -196,7 +192,7 @@ class WeightReceiver:
             finding = await self._compare_states(epoch, rendezvous)
         except (WeightChannelError, CodecError) as error:
             logger.warning("version %d was not installed: %s", epoch.version, error)
-            if self._held is None:
+            if self.weights is None:
                 await self._pause()
             with contextlib.suppress(Fenced):
                 interrupted = isinstance(error, TransferInterrupted)
@@ -207,7 +203,7 @@ class WeightReceiver:
     async def _prove(self, epoch: Epoch, logprobs: Float32, finding: str) -> bool:
         """Report the probe. Pause the engine unless that verifies the weights."""
         verdict: RefitVerdict | None = None
-        verified, self._held = False, None
+        verified, self.weights = False, None
         try:
             with contextlib.suppress(Fenced):
                 verdict = await self._replay.verify(self._replica, epoch.id, logprobs.tolist(), finding)
@@ -217,7 +213,7 @@ class WeightReceiver:
             if not verified:
                 await self._pause()
         if verified:
-            self._held = (epoch.timeline, epoch.version)
+            self.weights = (epoch.timeline, epoch.version)
             logger.info("version %d is verified: %s", epoch.version, self.seconds)
         elif verdict is not None:
             logger.warning(
@@ -244,7 +240,7 @@ class WeightReceiver:
 
     async def _install(self, epoch: Epoch, rendezvous: Rendezvous | Pulled) -> None:
         """Pause, receive, resume. After an error the engine stays paused, because its weights are a mixture of versions."""
-        self._held = None
+        self.weights = None
         await self._pause()
         # Not before the pause: until then the engine computes with the old weights. Random, because versions repeat after a rewind.
         self._cache_salt = secrets.token_hex(8)
@@ -290,7 +286,7 @@ class WeightReceiver:
         probe = self._prompt_logprobs(f"probe-{epoch.id}", rendezvous.probe_token_ids)
         logprobs = await self._call("computing the probe", probe, rendezvous.timeout_s)
         if not np.isfinite(logprobs).all():
-            self._held = None  # these can't be the trainer's weights
+            self.weights = None  # these can't be the trainer's weights
             raise WeightChannelError("computing the probe: its log-probabilities are not finite")
         return logprobs
 

@@ -41,7 +41,7 @@ from headrace.net import tracing
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
 from headrace_services.refit import membership, nccl
-from headrace_services.refit.backends import Backend, Backends
+from headrace_services.refit.backends import Backend, Backends, nccl_problem
 from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
@@ -162,10 +162,6 @@ class WeightSender:
         self._closed = ClosedChannels()
         self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
         self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole model
-
-    @property
-    def port(self) -> int:
-        return self._meeting.port
 
     async def refit(
         self,
@@ -331,7 +327,7 @@ class WeightSender:
     async def _rendezvous(self, epoch: Epoch, refit: _Refit) -> Rendezvous:
         """Return what the members need in order to meet. If the members are those of the last refit, they keep its group."""
         fleet = [replica for replica in await self._replay.replicas() if replica.id in epoch.acknowledged]
-        problem = membership.nccl_problem(
+        problem = nccl_problem(
             self._uuids, {replica.id: str(replica.info.get("gpus", "")).split() for replica in fleet}
         )
         backend = self._backends.choose(epoch.acknowledged, problem)
@@ -373,7 +369,7 @@ class WeightSender:
     ) -> None:
         """Note what became of an attempt's backend. `failure` is why the weights were not sent; None if they were. `is_explained`: if the
         weights did not reach all, it is known why."""
-        channel = self._channel_of(ended, rendezvous)
+        channel = self._find_channel(ended, rendezvous)
         if is_explained:
             if ended.verified:
                 self._backends.note_success(rendezvous.backend)
@@ -385,7 +381,7 @@ class WeightSender:
             missed = set(ended.members).difference(ended.verified)  # the others won't be asked again
             self._backends.note_failure(rendezvous.backend, missed, "; ".join(reasons), formed=channel.formed)
 
-    def _channel_of(self, epoch: Epoch, rendezvous: Rendezvous) -> Channel | None:
+    def _find_channel(self, epoch: Epoch, rendezvous: Rendezvous) -> Channel | None:
         """Return the channel to the group of an attempt, or None if the attempt got none."""
         channel, group = self._newest, rendezvous.derive_group(epoch.members)
         return channel if channel is not None and channel.membership.group_id == group else None
@@ -395,7 +391,7 @@ class WeightSender:
     ) -> tuple[_AttemptOutcome, dict[str, str]]:
         """Return the outcome of an attempt whose weights were not sent, and the members that held it up beyond its deadline, with the
         reason."""
-        channel = self._channel_of(epoch, rendezvous)
+        channel = self._find_channel(epoch, rendezvous)
         if not isinstance(failure, WeightChannelTimeout) or channel is None or not channel.formed:
             return _AttemptOutcome.INTERRUPTED, {}
         try:
@@ -458,7 +454,7 @@ class WeightSender:
         if self._channel is None or group != self._group[0]:
             self._close_channel()
             place = GroupRank(**rendezvous.place(0, members), device=self._device(rendezvous.backend))
-            Channel.lead(place, self._meeting, deadline, self._opened)
+            Channel.lead(place, self._meeting, deadline, self._keep_channel)
             self._group = (group, members)
         channel = self._channel
         if channel is None:
@@ -474,7 +470,7 @@ class WeightSender:
                     self._close_channel()  # it may have died before it passed the bytes on; members that wait for them are freed
                 left = started + self._config.timeout_s - time.monotonic()
                 if left <= 0 or not membership.find_unsettled(epoch, fleet):
-                    return _AttemptOutcome.INTERRUPTED if membership.was_interrupted(epoch) else _AttemptOutcome.SETTLED
+                    return _AttemptOutcome.INTERRUPTED if epoch.interrupted else _AttemptOutcome.SETTLED
                 await self._replay.wait_epoch(min(left, POLL_S))
 
     async def _current(self, epoch_id: str, state: Literal["announced", "transfer"]) -> Epoch:
@@ -486,10 +482,10 @@ class WeightSender:
     def _device(self, backend: Backend) -> torch.device:
         if backend == "gloo":
             return torch.device("cpu")
-        assert self._gpu is not None  # `membership.nccl_problem` names a trainer without one
+        assert self._gpu is not None  # `nccl_problem` names a trainer without one
         return self._gpu
 
-    def _opened(self, channel: Channel) -> None:
+    def _keep_channel(self, channel: Channel) -> None:
         self._channel = self._newest = channel
 
     def _close_channel(self) -> None:

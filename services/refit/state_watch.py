@@ -29,16 +29,16 @@ class StateWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._take(0, lambda: inputs_of(arguments, named))
+            self._take(0, lambda: read_inputs(arguments, named))
 
         def after(point: int) -> Callable[..., None]:
-            return lambda module, arguments, output: self._take(point, lambda: readings_of(output))
+            return lambda module, arguments, output: self._take(point, lambda: read_outputs(output))
 
         own, before_it = self._backbone.forward, vars(self._backbone).get("forward")
 
         def forward(*arguments: Any, **named: Any) -> Any:
             output = own(*arguments, **named)
-            self._take(len(self._layers) + 1, lambda: readings_of(output))
+            self._take(len(self._layers) + 1, lambda: read_outputs(output))
             return output
 
         handles = [self._layers[0].register_forward_pre_hook(before, with_kwargs=True)]
@@ -83,13 +83,13 @@ class StateWatch:
             self._failure = f"{type(error).__name__}: {error}"
 
 
-def inputs_of(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
+def read_inputs(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
     """Return the states that a layer is called with."""
     states = [one for one in arguments if isinstance(one, Tensor) and one.is_floating_point()]
     return (states or [named["hidden_states"]])[:1]
 
 
-def readings_of(output: Any) -> list[Tensor]:
+def read_outputs(output: Any) -> list[Tensor]:
     """Return the states that a layer's output may mean. vLLM's layers return a state and a residual. Those of most families leave their sum
     to the next layer, others have added them."""
     if isinstance(output, Tensor):

@@ -31,29 +31,21 @@ class ReceivedTensor(NamedTuple):
 def send(channel: Channel, manifest: Manifest, source: Iterable[tuple[str, torch.Tensor]], deadline: float) -> None:
     """Broadcast `source` as rank 0, bucket by bucket, and then the checksums. The items of `source` must be the manifest's, in its order.
 
-    A tensor is cast to the type that the manifest announces if both are floating point. `source` is always consumed to its end, even after
-    a failure: producing a tensor may be a collective of the trainer's ranks, and a rank that stopped half-way would leave the others
-    waiting. Raises `WeightChannelError`, and `ValueError` if `source` does not yield what the manifest announces.
+    A tensor is cast to the type that the manifest announces if both are floating point. `source` is always consumed to its end. Raises
+    `WeightChannelError`, and `ValueError` if `source` does not yield what the manifest announces.
     """
     channel.begin_transfer()
-    stream = iter(source)
-    try:
-        with channel.closing_on_failure():
-            checksums: list[torch.Tensor] = []
-            travelling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            plan = manifest.buckets()
-            for bucket, flat in zip(plan, channel.buffers([bucket.nbytes for bucket in plan]), strict=True):
-                with travelling:
-                    _fill(flat, bucket, stream, lambda part: checksums.append(checksum(part)))
-                travelling = channel.broadcasting(flat, deadline)
+    with _consuming(source) as stream, channel.closing_on_failure():
+        checksums: list[torch.Tensor] = []
+        travelling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        plan = manifest.buckets()
+        for bucket, flat in zip(plan, channel.buffers([bucket.nbytes for bucket in plan]), strict=True):
             with travelling:
-                sums = torch.stack(checksums)
-            channel.broadcast(sums, deadline)
-    finally:
-        surplus = sum(1 for _ in stream)
-    if surplus:
-        channel.close()
-        raise ValueError(f"the source yielded {surplus} tensors more than the manifest announces")
+                _fill(flat, bucket, stream, lambda part: checksums.append(checksum(part)))
+            travelling = channel.broadcasting(flat, deadline)
+        with travelling:
+            sums = torch.stack(checksums)
+        channel.broadcast(sums, deadline)
 
 
 def copy(
@@ -62,15 +54,10 @@ def copy(
     """Return the bytes of each bucket of `source`, in host memory, and its tensors, which are parts of these. Raises as `send`."""
     flats: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
-    stream = iter(source)
-    try:
+    with _consuming(source) as stream:
         for bucket in manifest.buckets():
             flats.append(torch.empty(bucket.nbytes, dtype=torch.uint8))
             _fill(flats[-1], bucket, stream, tensors.append)
-    finally:
-        surplus = sum(1 for _ in stream)
-    if surplus:
-        raise ValueError(f"the source yielded {surplus} tensors more than the manifest announces")
     return flats, tensors
 
 
@@ -98,6 +85,19 @@ def _compare(manifest: Manifest, same: Sequence[bool]) -> None:
         raise WeightChannelError(
             f"{len(torn)} tensors arrived with bytes that differ from those sent, the first is {torn[0]}"
         )
+
+
+@contextlib.contextmanager
+def _consuming(source: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Go through `source` to its end, even after a failure in the context: producing a tensor may be a collective of the trainer's ranks,
+    and a rank that stopped half-way would leave the others waiting. Raises `ValueError` if the context has left tensors."""
+    stream = iter(source)
+    try:
+        yield stream
+    finally:
+        surplus = sum(1 for _ in stream)
+    if surplus:
+        raise ValueError(f"the source yielded {surplus} tensors more than the manifest announces")
 
 
 def _fill(

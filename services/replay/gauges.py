@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from prometheus_client import REGISTRY, Metric
+from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -53,7 +52,7 @@ _GAUGES = {
 }
 
 
-class _BufferGauges(Collector):
+class BufferGauges(Collector):
     def __init__(self, latest: LatestStats) -> None:
         self._latest = latest
 
@@ -140,14 +139,3 @@ def _cumulative(distribution: Distribution, bounds: list[float]) -> list[tuple[s
     # a bound and its bucket's bound may differ by rounding
     counts = [sum(n for upper, n in distribution.buckets if upper <= bound + 1e-9 * abs(bound)) for bound in bounds]
     return [*zip(map(str, bounds), map(float, counts), strict=True), ("+Inf", float(distribution.count))]
-
-
-@contextlib.contextmanager
-def exported(latest: LatestStats) -> Iterator[None]:
-    """Show the buffer on `/metrics` while the context is open."""
-    gauges = _BufferGauges(latest)
-    REGISTRY.register(gauges)
-    try:
-        yield
-    finally:
-        REGISTRY.unregister(gauges)

@@ -55,10 +55,7 @@ def _add_run(app: FastAPI, client: ReplayClient) -> None:
     async def stats() -> dict[str, Any]:
         return await client.stats()
 
-    @app.get(
-        "/v1/bias",
-        summary="Statistics of trajectories at each moment that is metered, and the selection bias",
-    )
+    @app.get("/v1/bias", summary="Statistics of trajectories at each moment that is metered, and the selection bias")
     async def bias() -> dict[str, Any]:
         meters = await client.bias()
         return {
@@ -101,9 +98,7 @@ def _add_groups(app: FastAPI, client: ReplayClient, files: LineageFiles) -> None
         return found
 
     @app.get(
-        "/v1/groups/{group_id}",
-        summary="One group, and its trajectories so far",
-        responses=problems(400, 404, 500),
+        "/v1/groups/{group_id}", summary="One group, and its trajectories so far", responses=problems(400, 404, 500)
     )
     async def group(group_id: str) -> dict[str, Any]:
         found = await client.group(group_id)

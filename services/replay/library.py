@@ -124,14 +124,6 @@ def _strip_comments(text: str) -> str:
     return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
 
 
-def _scope(name: str, text: str) -> str:
-    return f"do  -- {name}.lua\n{text}\nend\n"
-
-
-def _function(name: str, text: str) -> str:
-    return f"(function()  -- {name}.lua\n{text}\nend)();\n"
-
-
 class Library:
     """The Lua files of a folder, checked and ordered. Raises `LibraryError`."""
 
@@ -195,8 +187,8 @@ class Library:
         for name in self._order:
             taken = self._taken_from(name)
             parts.append(f"local {', '.join(sorted(taken))}{_LONG}")
-            parts.append(_scope(name, self._shared[name].defining(taken)))
-        parts += [_function(name, file.text) for name, file in self._transitions.items()]
+            parts.append(f"do  -- {name}.lua\n{self._shared[name].defining(taken)}\nend\n")
+        parts += [f"(function()  -- {name}.lua\n{file.text}\nend)();\n" for name, file in self._transitions.items()]
         return "\n".join(parts)
 
     def _taken_from(self, name: str) -> set[str]:

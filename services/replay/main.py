@@ -18,7 +18,7 @@ from headrace.base.errors import ConfigError, ReplayDenied, ReplayUnavailable, R
 from headrace.config import Config
 from headrace.net.credentials import buffer_url
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import bind, serve_http, stop_on_signals
+from headrace.net.service import bind, exported, serve_http, stop_on_signals
 from headrace.replay import EnvironmentLimits, Limits, ReplayClient, worst_case_bytes
 from headrace.replay.bias import Moment, Quantity, TrajectoryMeter, beyond, skews
 from headrace.replay.connection import BufferConnection, hide_password, keeping_cancellation, open_redis
@@ -28,7 +28,7 @@ from headrace.run.replicas_wanted import ReplicasWanted
 from headrace_services.replay import library
 from headrace_services.replay.aof import AofRewrites
 from headrace_services.replay.embedded import EmbeddedServer
-from headrace_services.replay.gauges import LatestStats, exported
+from headrace_services.replay.gauges import BufferGauges, LatestStats
 from headrace_services.replay.http import build_app
 from headrace_services.replay.scorer import run_scorer
 
@@ -114,7 +114,7 @@ async def running(
         stack.push_async_callback(client.aclose)
         buffer = _Buffer(client, limits, url, config.replay.bias_warning)
         await buffer.prepare()
-        stack.enter_context(exported(buffer.latest))
+        stack.enter_context(exported(BufferGauges(buffer.latest)))
         lineage = LineageFiles(config.checkpoint_folder / FOLDER)
         app = build_app(client, buffer.trouble, lineage, buffer.waits_for)
         await stack.enter_async_context(serve_http(app, sock, access))

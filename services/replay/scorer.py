@@ -23,6 +23,7 @@ import prometheus_client
 
 from headrace.base.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable, ServiceError
 from headrace.base.repeats import Repeats, alike
+from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace.net import rpc, tracing
@@ -89,9 +90,7 @@ async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) 
         if scoring.done():
             scoring.result()
     finally:
-        for task in (scoring, stopping):
-            task.cancel()
-        await asyncio.gather(scoring, stopping, return_exceptions=True)
+        await cancel([scoring, stopping])
         IN_FLIGHT.set(0)
     try:
         await client.release_scoring()
@@ -347,9 +346,8 @@ class _Scorer:
         except grpc.aio.AioRpcError as error:
             if error.code() in _GONE:
                 raise self._gone(hub, error) from error
-            if (
-                error.code() in _TOO_LARGE_OR_MALFORMED and len(batch) > 1
-            ):  # a single one is to blame: find it, score the others
+            if error.code() in _TOO_LARGE_OR_MALFORMED and len(batch) > 1:
+                # a single one is to blame: find it, score the others
                 half = len(batch) // 2
                 return [
                     *await self._score(hub, batch[:half], timeout_s),

@@ -10,15 +10,16 @@ import msgspec
 from headrace.env.environment import check_range
 from headrace.env.wire import bounds, check_result, outcome_from_wire, outcome_to_wire
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
+from headrace_services.reward.backend import Results, Trajectories
 
 
 def check_results(
     results: Sequence[trajectory_pb2.Result],
-    batch: Sequence[trajectory_pb2.Trajectory],
+    batch: Trajectories,
     who: str,
     environment: str,
     description: environment_pb2.DescribeResponse,
-) -> list[trajectory_pb2.Result]:
+) -> Results:
     """Return the results that `who` gave for `batch`. A result that breaks the contract or the range of `description` becomes FAILED. All
     become FAILED if there are too few or too many."""
     if len(results) != len(batch):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 
 from headrace.base.errors import CodecError, HeadraceError
 from headrace.config.environments import AttachedConfig
@@ -14,6 +15,7 @@ from headrace.records.score import BUILD_BYTES
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result
+from headrace_services.reward.backend import Described, Results, Trajectories
 
 _LARGEST_CAPACITY = 65536
 # How long a call waits in all for credit that is on its way, or for another process to take work that was lost. What doesn't begin by then
@@ -87,9 +89,7 @@ class AttachedStream:
         limited = kind == pb.WORK_KIND_SCORE and calls and flow.pieces >= calls
         return flow.credit if self.takes_work and not limited else 0
 
-    def send(
-        self, name: str, batch: Sequence[trajectory_pb2.Trajectory], timeout_s: float
-    ) -> tuple[str, asyncio.Future[pb.Answer]]:
+    def send(self, name: str, batch: Trajectories, timeout_s: float) -> tuple[str, asyncio.Future[pb.Answer]]:
         """Send a batch, and return its work id and a future. The future holds the answer, or `StreamEnded`."""
         event = _work(name, timeout_s)
         for trajectory in batch:  # copied once here; passing the messages to a constructor would copy them again
@@ -198,10 +198,7 @@ class AttachedBackend:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         problem = self._problem()
         if problem is not None:
             return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
@@ -238,7 +235,7 @@ class AttachedBackend:
             raise
         return check_outcome(outcome, self._name, stream.describe(self._name))
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+    async def describe(self) -> Described:
         """Describe the newest build, like `EnvironmentBackend.describe`, with the capacity of all processes of that build."""
         problem = self._problem(pb.WORK_KIND_EPISODE if self._env.episodes else pb.WORK_KIND_SCORE)
         if problem is not None:
@@ -246,8 +243,7 @@ class AttachedBackend:
         attached = self._attached()
         offers = [offer for stream in attached if (offer := stream.offer(self._name)) is not None]
         calls = [offer.environment.calls for offer in offers]
-        description = environment_pb2.DescribeResponse()
-        description.CopyFrom(attached[-1].describe(self._name))
+        description = copy.deepcopy(attached[-1].describe(self._name))
         description.capacity = sum(offer.capacity for offer in offers)
         description.calls = sum(calls) if all(calls) else 0
         programs = (stream.offer(self._name, pb.WORK_KIND_EPISODE) for stream in attached)
@@ -286,17 +282,12 @@ class AttachedBackend:
         return f'no process is attached; run headrace.attach("{self._hub}", …, name="{self._name}")'
 
     async def _spread(
-        self,
-        batch: Sequence[trajectory_pb2.Trajectory],
-        deadline: float,
-        otherwise: trajectory_pb2.Result,
-        *,
-        is_second: bool,
-    ) -> list[trajectory_pb2.Result]:
+        self, batch: Trajectories, deadline: float, otherwise: trajectory_pb2.Result, *, is_second: bool
+    ) -> Results:
         """Send as much as there is credit for, in pieces. The rest gets the result `otherwise`."""
         loop = asyncio.get_running_loop()
         until = min(deadline, loop.time() + _CREDIT_WAIT_S)
-        pieces: list[asyncio.Future[list[trajectory_pb2.Result]]] = []
+        pieces: list[asyncio.Future[Results]] = []
         start = 0
         try:
             while start < len(batch) and loop.time() < deadline:
@@ -328,11 +319,11 @@ class AttachedBackend:
         stream: AttachedStream,
         work_id: str,
         answer: asyncio.Future[pb.Answer],
-        piece: Sequence[trajectory_pb2.Trajectory],
+        piece: Trajectories,
         deadline: float,
         *,
         is_second: bool,
-    ) -> list[trajectory_pb2.Result]:
+    ) -> Results:
         """Return the results of a piece of work, by the deadline."""
         try:
             async with asyncio.timeout_at(deadline):

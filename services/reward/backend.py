@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import time
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -13,6 +14,11 @@ from headrace.env.wire import score_from_wire
 from headrace.records.score import NOT_APPLICABLE, Score
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
+
+Trajectories = Sequence[trajectory_pb2.Trajectory]
+Results = list[trajectory_pb2.Result]
+# An environment's description, or None if it can't be asked; and why it can't score now, or None if it can.
+Described = tuple[environment_pb2.DescribeResponse | None, str | None]
 
 RESULTS = prometheus_client.Counter(
     "headrace_reward_results", "Results given by environments", ["environment", "status"]
@@ -29,13 +35,11 @@ class EnvironmentBackend(Protocol):
     # Whether the run waits for it while it can't score. If not, the hub is not ready then.
     awaited: bool
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         """Return one result per trajectory, in order, within `timeout_s`. Does not raise."""
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Return the environment's description, or None if it can't be asked; and why it can't score now, or None if it can."""
+    async def describe(self) -> Described:
+        """Return the environment's description. Does not raise."""
 
 
 @runtime_checkable
@@ -47,17 +51,24 @@ class RunsEpisodes(Protocol):
 
 
 async def score_metered(
-    name: str,
-    environment: EnvironmentBackend,
-    trajectories: Sequence[trajectory_pb2.Trajectory],
-    timeout_s: float | None,
-) -> list[trajectory_pb2.Result]:
+    name: str, environment: EnvironmentBackend, trajectories: Trajectories, timeout_s: float | None
+) -> Results:
     """Score `trajectories` with `environment`, and count the results under `name`."""
     started = time.monotonic()
     results = await environment.score(trajectories, timeout_s)
     SECONDS.labels(name).observe(time.monotonic() - started)
     count_results(name, results)
     return results
+
+
+async def score_as(
+    name: str, environment: EnvironmentBackend, trajectories: Trajectories, timeout_s: float | None
+) -> Results:
+    """Score trajectories of another environment with this one, as if they were sent to it under its own `name`."""
+    copies = copy.deepcopy(list(trajectories))
+    for each in copies:
+        each.environment = name
+    return await score_metered(name, environment, copies, timeout_s)
 
 
 def count_results(name: str, results: Sequence[trajectory_pb2.Result]) -> None:
@@ -68,6 +79,10 @@ def count_results(name: str, results: Sequence[trajectory_pb2.Result]) -> None:
 def _name_status(result: trajectory_pb2.Result) -> str:
     if result.status == trajectory_pb2.STATUS_INVALID and does_not_apply(score_from_wire(result)):
         return NOT_APPLICABLE.upper()
+    return plain_status(result)
+
+
+def plain_status(result: trajectory_pb2.Result) -> str:
     return trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")
 
 

@@ -51,6 +51,8 @@ _ERROR_BYTES = 2000
 MAX_OUTPUT_BYTES = 1024**2
 # How often it is looked what a program's processes do. Their memory must be too much this often in a row.
 _LOOK_EVERY_S, _LOOKS_ABOVE = 0.05, 2
+# Of the time since the look before, no more than this counts as the program's own: the machine stood still.
+_LONGEST_LOOK_S = 0.5
 # A program is asleep that in this many looks in a row wanted no core and used no more than this share of one.
 _LOOKS_ASLEEP, _ASLEEP_SHARE = 2, 0.1
 # the priority of a program that fell asleep: if it wakes, it gets what the others leave
@@ -249,7 +251,7 @@ class _Looks:
             for thread, (ran, waited) in seen.items()
             for ran_before, waited_before in [self._before.get(thread, (0, 0))]
         ]
-        passed_s = now - self._at
+        passed_s = min(now - self._at, _LONGEST_LOOK_S)
         ran_s = sum(ran for ran, _ in since) / 1e9
         if "R" in states:
             self.own_s += min(passed_s, ran_s)

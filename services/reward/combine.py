@@ -11,9 +11,16 @@ from headrace.base.errors import CodecError
 from headrace.config.environments import CombineConfig
 from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.score import Score, Status
-from headrace.v1 import environment_pb2, trajectory_pb2
+from headrace.v1 import environment_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import EnvironmentBackend, does_not_apply, score_metered
+from headrace_services.reward.backend import (
+    Described,
+    EnvironmentBackend,
+    Results,
+    Trajectories,
+    does_not_apply,
+    score_as,
+)
 from headrace_services.reward.environment_build import compute_build
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
@@ -33,14 +40,10 @@ class CombineBackend:
         self._name = name
         self._env = env
         self._parts = {part: environments[part] for part in env.parts}
-        self._builds = dict.fromkeys(
-            env.parts, ""
-        )  # from each part's last score, or from its description before the first score
+        # from each part's last score, or from its description before the first score
+        self._builds = dict.fromkeys(env.parts, "")
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         deadline = time.monotonic() + min(self._env.timeout_s, timeout_s or math.inf)
         scores: list[dict[str, Score]] = [{} for _ in trajectories]
         gate = self._env.gate
@@ -55,7 +58,7 @@ class CombineBackend:
         await asyncio.gather(*(self._ask(part, trajectories, scores, passed, deadline) for part in others))
         return [score_to_wire(self._whole(found)) for found in scores]
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+    async def describe(self) -> Described:
         """Describe the environment, like `EnvironmentBackend.describe`. Its capacity is the smallest of its parts'. A part that can't score
         reports this under its own name."""
         answers = await asyncio.gather(*(backend.describe() for backend in self._parts.values()))
@@ -77,7 +80,7 @@ class CombineBackend:
     async def _ask(
         self,
         part: str,
-        trajectories: Sequence[trajectory_pb2.Trajectory],
+        trajectories: Trajectories,
         scores: Sequence[dict[str, Score]],
         places: Sequence[int],
         deadline: float,
@@ -85,13 +88,8 @@ class CombineBackend:
         """Store the scores of `part` for the trajectories at `places` under its name."""
         if not places:
             return
-        asked = []
-        for place in places:
-            mine = trajectory_pb2.Trajectory()
-            mine.CopyFrom(trajectories[place])
-            mine.environment = part
-            asked.append(mine)
-        results = await score_metered(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
+        asked = [trajectories[place] for place in places]
+        results = await score_as(part, self._parts[part], asked, max(0.0, deadline - time.monotonic()))
         for place, result in zip(places, results, strict=True):
             score = scores[place][part] = score_from_wire(result)
             if score.status == "SCORED":

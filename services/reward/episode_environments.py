@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping
 from typing import Protocol
 
 from headrace.config.environments import EpisodicConfig
-from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
+from headrace.v1 import episode_pb2, trajectory_pb2
 from headrace_services.reward.answers import make_outcome, make_result
-from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, score_metered
+from headrace_services.reward.backend import (
+    Described,
+    EnvironmentBackend,
+    Results,
+    RunsEpisodes,
+    Trajectories,
+    score_as,
+)
 
 
 class ProgramBackend(EnvironmentBackend, RunsEpisodes, Protocol):
@@ -30,10 +38,7 @@ class EpisodeBackend:
         self._environments = environments
         self.kind = programs.kind
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         grader = self._env.grader
         if grader is None:
             key = f"env.{self._name}"
@@ -41,13 +46,7 @@ class EpisodeBackend:
                 f"{key} runs episodes, and their program returns the reward; to have them graded, set {key}.grader"
             )
             return [make_result(trajectory_pb2.STATUS_INVALID, message, self._name)] * len(trajectories)
-        asked = []
-        for trajectory in trajectories:
-            mine = trajectory_pb2.Trajectory()
-            mine.CopyFrom(trajectory)
-            mine.environment = grader
-            asked.append(mine)
-        return await score_metered(grader, self._environments[grader], asked, timeout_s)
+        return await score_as(grader, self._environments[grader], trajectories, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
         """Run the episode, like `RunsEpisodes.run_episode`. If a grader gives the reward, the outcome has a result only for a failure."""
@@ -59,13 +58,12 @@ class EpisodeBackend:
             outcome.ClearField("result")
         return outcome
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
+    async def describe(self) -> Described:
         """Return the program's description, like `EnvironmentBackend.describe`, with the grader's capacity for trajectories."""
         described, problem = await self._programs.describe()
         if described is None:
             return None, problem
-        description = environment_pb2.DescribeResponse()
-        description.CopyFrom(described)
+        description = copy.deepcopy(described)
         if problem is None and not description.episodes:
             problem = f"{description.name or 'the process'} runs no episodes; define `episode`, or leave episodes out of env.{self._name}"
         description.capacity = description.calls = 0

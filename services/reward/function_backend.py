@@ -8,13 +8,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from headrace.base.tasks import cancel
 from headrace.base.tls import trusting
 from headrace.config.environments import CustomConfig, EpisodicConfig, TargetConfig
 from headrace.config.security import SecurityConfig
 from headrace.env.verifiers.program import LOAD_S
 from headrace.net import rpc
-from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
+from headrace.v1 import episode_pb2
 from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.backend import Described, Results, Trajectories
 from headrace_services.reward.child_process import ChildProcess
 from headrace_services.reward.function_process import FunctionSpecification
 from headrace_services.reward.served import ServedBackend
@@ -59,26 +61,20 @@ class FunctionBackend:
         await self._process.start()
         self._keeping = asyncio.create_task(self._keep())
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         return await self._served.score(trajectories, timeout_s)
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """Run an episode, like `RunsEpisodes.run_episode`."""
         return await self._served.run_episode(episode, timeout_s)
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `EnvironmentBackend.describe`."""
+    async def describe(self) -> Described:
         if not self._process.alive:
             return None, self._process.problem or f"{self._process.what} has died and is being restarted"
         return await self._served.describe()
 
     async def aclose(self) -> None:
         if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+            await cancel([self._keeping])
         await self._served.aclose()
         await self._process.kill()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from headrace.config.environments import EnvConfig
 from headrace.env.environment import Environment, Sample
 from headrace.env.server import BatchScorer
 from headrace.env.wire import sample_from_wire, score_to_wire
-from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.backend import Described, Results, Trajectories
 
 
 class Hosted(Environment):
@@ -42,15 +41,11 @@ class HostedBackend:
         self._environment = environment
         self._scorer = BatchScorer(environment, awaited=environment.awaited)
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         samples = [sample_from_wire(trajectory) for trajectory in trajectories]
         traces = [trajectory.traceparent for trajectory in trajectories]
         scores = await self._scorer.score(samples, min(self._env.timeout_s, timeout_s or math.inf), traces)
         return [score_to_wire(score) for score in scores]
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `EnvironmentBackend.describe`."""
+    async def describe(self) -> Described:
         return self._scorer.description, self._environment.problem()

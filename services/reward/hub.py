@@ -21,7 +21,15 @@ from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace_services.reward.answers import make_outcome
 from headrace_services.reward.attached import AttachedBackend, AttachedStream
-from headrace_services.reward.backend import EnvironmentBackend, RunsEpisodes, count_results, score_metered
+from headrace_services.reward.backend import (
+    EnvironmentBackend,
+    Results,
+    RunsEpisodes,
+    Trajectories,
+    count_results,
+    plain_status,
+    score_metered,
+)
 from headrace_services.reward.recent import RecentResults
 
 
@@ -92,9 +100,11 @@ class Hub(pb_grpc.RewardServiceServicer):
             started = time.monotonic()
             self._in_hand[name] += 1
             try:
-                with _continued(episode) as span:
+                with _continue_span(episode) as span:
                     outcome = await programs.run_episode(episode, within_s)
-                    span.set(tracing.named(status=_status(outcome.result) if outcome.HasField("result") else "graded"))
+                    span.set(
+                        tracing.named(status=plain_status(outcome.result) if outcome.HasField("result") else "graded")
+                    )
             finally:
                 self._in_hand[name] -= 1
             if outcome.HasField("result"):  # otherwise its trajectory is counted once it is graded
@@ -185,9 +195,7 @@ class Hub(pb_grpc.RewardServiceServicer):
             "(env.NAME: {attached: true}), or correct the name",
         )
 
-    async def _score(
-        self, name: str, trajectories: Sequence[trajectory_pb2.Trajectory], limit: float | None
-    ) -> list[trajectory_pb2.Result]:
+    async def _score(self, name: str, trajectories: Trajectories, limit: float | None) -> Results:
         environment = self._environments.get(name)
         if environment is None:
             return [self._unknown(name)] * len(trajectories)
@@ -195,10 +203,10 @@ class Hub(pb_grpc.RewardServiceServicer):
         self._in_hand[name] += len(trajectories)
         try:
             with contextlib.ExitStack() as spans:
-                traced = [spans.enter_context(_continued(trajectory)) for trajectory in trajectories]
+                traced = [spans.enter_context(_continue_span(trajectory)) for trajectory in trajectories]
                 results = await score_metered(name, environment, trajectories, limit)
                 for span, result in zip(traced, results, strict=True):
-                    span.set(tracing.named(status=_status(result), build=result.build))
+                    span.set(tracing.named(status=plain_status(result), build=result.build))
         finally:
             self._in_hand[name] -= len(trajectories)
         ended = time.monotonic()
@@ -231,7 +239,7 @@ class Hub(pb_grpc.RewardServiceServicer):
         )
 
 
-def _continued(work: trajectory_pb2.Trajectory | episode_pb2.Episode) -> tracing.Span:
+def _continue_span(work: trajectory_pb2.Trajectory | episode_pb2.Episode) -> tracing.Span:
     """Return the span of an environment's work on a trajectory or an episode, which continues there."""
     parent = tracing.SpanContext.parse(work.traceparent)
     if parent is None:
@@ -243,10 +251,6 @@ def _continued(work: trajectory_pb2.Trajectory | episode_pb2.Episode) -> tracing
     )
     work.traceparent = span.traceparent or work.traceparent
     return span
-
-
-def _status(result: trajectory_pb2.Result) -> str:
-    return trajectory_pb2.Status.Name(result.status).removeprefix("STATUS_")
 
 
 def _address(peer: str) -> str:

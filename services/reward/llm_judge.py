@@ -19,6 +19,7 @@ import numpy as np
 
 from headrace.base.errors import ConfigError
 from headrace.base.files import atomic_write
+from headrace.base.tasks import cancel
 from headrace.config.environments import LLMJudgeConfig
 from headrace.env.environment import Sample
 from headrace.env.kit.example_samples import read_labels
@@ -40,14 +41,7 @@ from headrace_services.reward.judge.calibration import (
 from headrace_services.reward.judge.comparison import in_order, pairs_with
 from headrace_services.reward.judge.questions import Question, ask_about, ask_to_compare, reference_of
 from headrace_services.reward.judge.template import JudgeTemplate, TemplateFails, check_template
-from headrace_services.reward.judge.verdicts import (
-    SAID,
-    NoVerdict,
-    Scale,
-    Verdict,
-    compute_agreement,
-    compute_reward,
-)
+from headrace_services.reward.judge.verdicts import SAID, NoVerdict, Scale, Verdict, compute_agreement, compute_reward
 
 _log = logging.getLogger("headrace.reward")
 # Characters of all reasons that the metadata of a score keeps.
@@ -214,8 +208,7 @@ class LLMJudge(Hosted):
 
     async def aclose(self) -> None:
         if self._calibrating is not None:
-            self._calibrating.cancel()
-            await asyncio.gather(self._calibrating, return_exceptions=True)
+            await cancel([self._calibrating])
         await self.judges.aclose()
 
     def _problem(self, sample: Sample) -> str | None:

@@ -17,6 +17,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from headrace.base.errors import ServiceError
+from headrace.base.tasks import cancel
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig, SandboxedConfig
 from headrace.env.wire import check_result
@@ -152,10 +153,7 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, self._failed)
 
     async def aclose(self) -> None:
-        tasks = [*self._tasks, *self._asleep]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([*self._tasks, *self._asleep])
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
     async def _keep_memory(self) -> None:
@@ -199,7 +197,7 @@ class WorkerPool:
     async def _score(self, worker: ScoringWorker, job: _Job) -> None:
         """Score a trajectory in a worker's place, until there is a result, or its program sleeps."""
         asleep = asyncio.get_running_loop().create_future()
-        scoring = asyncio.create_task(self._scored(worker, job, asleep))
+        scoring = asyncio.create_task(self._score_job(worker, job, asleep))
         try:
             await asyncio.wait([scoring] if job.keeps_place else [scoring, asleep], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -212,7 +210,7 @@ class WorkerPool:
         scoring.add_done_callback(self._woken)
         job.result.add_done_callback(lambda _: scoring.cancel())  # withdrawn
 
-    async def _scored(self, worker: ScoringWorker, job: _Job, asleep: asyncio.Future[None]) -> None:
+    async def _score_job(self, worker: ScoringWorker, job: _Job, asleep: asyncio.Future[None]) -> None:
         self._end(job, await worker.score(job.environment, job.trajectory, job.timeout_s, asleep))
 
     def _woken(self, scoring: asyncio.Task[None]) -> None:

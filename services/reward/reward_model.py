@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.base.errors import ServiceError
+from headrace.base.tasks import cancel
 from headrace.config.environments import RewardModelConfig
 from headrace.env.environment import Sample
 from headrace.records.score import Score
@@ -103,8 +104,7 @@ class RewardModel(Hosted):
 
     async def aclose(self) -> None:
         if self._restart is not None:
-            self._restart.cancel()
-            await asyncio.gather(self._restart, return_exceptions=True)
+            await cancel([self._restart])
         await self._process.kill()
 
     async def _go_on(self, loading: asyncio.Task[None]) -> None:

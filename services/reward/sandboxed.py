@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from headrace.config.environments import CodeConfig, SandboxedConfig
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
+from headrace_services.reward.backend import Described, Results, Trajectories
 from headrace_services.reward.pool import WorkerPool
 
 # Trajectories of a built-in environment per worker, including the one that it is scoring.
@@ -33,10 +33,7 @@ class SandboxedBackend:
         self._pool = pool
         self._capacity = workers * _AHEAD_OF_A_WORKER
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         pending = self._pool.submit(trajectories, self._env.timeout_s)
         try:
             await asyncio.wait(pending, timeout=timeout_s)
@@ -53,8 +50,7 @@ class SandboxedBackend:
             result.environment = result.environment or self._name
         return results
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `EnvironmentBackend.describe`."""
+    async def describe(self) -> Described:
         capacity = self._capacity + self._pool.asleep
         description = environment_pb2.DescribeResponse(
             name=self._name,

@@ -189,10 +189,10 @@ class _Scoring:
         self._environment = environment
         self._wire = wire
         self._deadline = time.monotonic() + request.timeout_s
-        self.steps = self._observed(sample_from_wire(wire))
+        self.steps = self._take_steps(sample_from_wire(wire))
         self.asleep = False
 
-    def _observed(self, sample: Sample) -> Observation:
+    def _take_steps(self, sample: Sample) -> Observation:
         found = self._environment.quick_score(sample)
         return found or (yield from self._environment.observe(sample, self._deadline))
 

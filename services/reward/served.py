@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from headrace.net.credentials import Credentials
 from headrace.v1 import environment_pb2, environment_pb2_grpc, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result
+from headrace_services.reward.backend import Described, Results, Trajectories
 
 _DESCRIBE_TIMEOUT_S = 1.0
 # How long an episode waits for another one to end. Its runner's deadlines run meanwhile.
@@ -64,10 +66,7 @@ class ServedBackend:
         self._episodes = 0  # episodes that the environment runs
         self._freed = asyncio.Event()  # wakes those that wait for an episode to end
 
-    async def score(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], timeout_s: float | None
-    ) -> list[trajectory_pb2.Result]:
-        """Score trajectories, like `EnvironmentBackend.score`."""
+    async def score(self, trajectories: Trajectories, timeout_s: float | None) -> Results:
         limit = self._env.timeout_s if timeout_s is None else min(self._env.timeout_s, timeout_s)
         problem = await self._unreachable()
         if problem is not None:
@@ -78,13 +77,9 @@ class ServedBackend:
         answers = await asyncio.gather(*(self._call(batch, limit, description) for batch in batches))
         results = [result for answer in answers for result in answer]
         full = f"{self._target} is at capacity, or the call had more trajectories than it takes at once"
-        return [
-            *results,
-            *[self._result(trajectory_pb2.STATUS_NOT_STARTED, full)] * (len(trajectories) - len(results)),
-        ]
+        return [*results, *[self._result(trajectory_pb2.STATUS_NOT_STARTED, full)] * (len(trajectories) - len(results))]
 
-    async def describe(self) -> tuple[environment_pb2.DescribeResponse | None, str | None]:
-        """Describe the environment, like `EnvironmentBackend.describe`."""
+    async def describe(self) -> Described:
         try:
             self._description = await self._stub.Describe(
                 environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
@@ -105,7 +100,6 @@ class ServedBackend:
         return self._complete_description(self._description), None
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
-        """Run the episode, like `RunsEpisodes.run_episode`."""
         began = time.monotonic()
         problem = await self._unreachable() or await self._full(min(timeout_s, ROOM_WAIT_S))
         timeout_s -= time.monotonic() - began
@@ -133,8 +127,7 @@ class ServedBackend:
         """Return the description, with a default capacity if the environment scores but states none."""
         if description.capacity or description.episodes:
             return description
-        stated = environment_pb2.DescribeResponse()
-        stated.CopyFrom(description)
+        stated = copy.deepcopy(description)
         stated.capacity = self._env.max_batch_size
         return stated
 
@@ -156,9 +149,7 @@ class ServedBackend:
             return (await self.describe())[1]
         return None
 
-    def _admit(
-        self, trajectories: Sequence[trajectory_pb2.Trajectory], description: environment_pb2.DescribeResponse
-    ) -> list[Sequence[trajectory_pb2.Trajectory]]:
+    def _admit(self, trajectories: Trajectories, description: environment_pb2.DescribeResponse) -> list[Trajectories]:
         """Return batches of the first `trajectories`, as many as the environment has room for. They count as sent until `_call` is done."""
         size = self._env.max_batch_size
         if description.calls:
@@ -175,24 +166,14 @@ class ServedBackend:
             start += len(batch)
         return batches
 
-    async def _call(
-        self,
-        batch: Sequence[trajectory_pb2.Trajectory],
-        limit: float,
-        description: environment_pb2.DescribeResponse,
-    ) -> list[trajectory_pb2.Result]:
+    async def _call(self, batch: Trajectories, limit: float, description: environment_pb2.DescribeResponse) -> Results:
         try:
             return await self._score(batch, limit, description)
         finally:
             self._sent -= len(batch)
             self._calls -= 1
 
-    async def _score(
-        self,
-        batch: Sequence[trajectory_pb2.Trajectory],
-        limit: float,
-        description: environment_pb2.DescribeResponse,
-    ) -> list[trajectory_pb2.Result]:
+    async def _score(self, batch: Trajectories, limit: float, description: environment_pb2.DescribeResponse) -> Results:
         request = environment_pb2.EnvironmentServiceScoreRequest(trajectories=batch)
         try:
             response = await self._stub.Score(request, timeout=limit, metadata=_context(batch))

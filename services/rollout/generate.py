@@ -64,12 +64,7 @@ def request_id(lease: Lease, index: int) -> str:
 
 
 async def generate(
-    engine: AsyncLLM,
-    lease: Lease,
-    index: int,
-    replica: str,
-    saver: Saver | None = None,
-    cache_salt: str | None = None,
+    engine: AsyncLLM, lease: Lease, index: int, replica: str, saver: Saver | None = None, cache_salt: str | None = None
 ) -> Trajectory:
     """Sample trajectory `index` of the lease's group, continuing the prefix that another replica may have sampled (`lease.prefixes`).
     `cache_salt` is `WeightReceiver.cache_salt`. Cancellation aborts the request in the engine.
@@ -210,8 +205,10 @@ def _params(sampling: Sampling, max_tokens: int, every: int | None) -> SamplingP
 
 def _seed(seed: int | None, index: int, begun: int) -> int | None:
     """Return the seed of a request. A continuation draws different random numbers than its prefix did."""
-    if seed is None or not begun:
-        return None if seed is None else seed + index
+    if seed is None:
+        return None
+    if not begun:
+        return seed + index
     return int(np.random.SeedSequence([seed + index, begun]).generate_state(1)[0])
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
-from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -308,28 +307,22 @@ class RolloutMetrics(Collector):
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"headrace_rollout_{name}", text, value=value)
-        yield CounterMetricFamily("headrace_rollout_tokens", "Tokens of trajectories handed in", value=status.tokens)
-        yield CounterMetricFamily("headrace_rollout_trajectories", "Trajectories handed in", value=status.trajectories)
-        yield CounterMetricFamily(
-            "headrace_rollout_saves", "Times an unfinished trajectory was saved", value=status.saves
-        )
-        yield CounterMetricFamily(
-            "headrace_rollout_tokens_taken_over",
-            "Tokens of trajectories handed in that another replica sampled",
-            value=status.tokens_taken_over,
-        )
-        yield CounterMetricFamily(
-            "headrace_rollout_call_tokens", "Tokens sampled for answered calls", value=status.call_tokens
-        )
-        yield CounterMetricFamily(
-            "headrace_rollout_call_prompt_tokens", "Tokens that these calls continued", value=status.call_prompt_tokens
-        )
-        yield CounterMetricFamily(
-            "headrace_rollout_call_cached_tokens",
-            "Tokens that these calls continued and that were in the prefix cache",
-            value=status.call_cached_tokens,
-        )
         for name, text, value in (
+            ("tokens", "Tokens of trajectories handed in", status.tokens),
+            ("trajectories", "Trajectories handed in", status.trajectories),
+            ("saves", "Times an unfinished trajectory was saved", status.saves),
+            (
+                "tokens_taken_over",
+                "Tokens of trajectories handed in that another replica sampled",
+                status.tokens_taken_over,
+            ),
+            ("call_tokens", "Tokens sampled for answered calls", status.call_tokens),
+            ("call_prompt_tokens", "Tokens that these calls continued", status.call_prompt_tokens),
+            (
+                "call_cached_tokens",
+                "Tokens that these calls continued and that were in the prefix cache",
+                status.call_cached_tokens,
+            ),
             ("preemptions", "Times a running sequence lost its KV cache to others", stats.preemptions),
             ("prefix_cache_queries", "Tokens of prompts looked up in the prefix cache", stats.prefix_queries),
             ("prefix_cache_hits", "Tokens of prompts found in the prefix cache", stats.prefix_hits),
@@ -355,14 +348,3 @@ class RolloutMetrics(Collector):
             yield pulled
             served = self.puller.served.served_bytes
             yield CounterMetricFamily("headrace_rollout_served_bytes", "Bytes of weights sent to others", value=served)
-
-
-@contextlib.contextmanager
-def exported(worker: RolloutWorker, engine: AsyncLLM, puller: Puller | None) -> Iterator[None]:
-    """Show the replica on `/metrics` while the context is open."""
-    metrics = RolloutMetrics(worker, engine, puller)
-    REGISTRY.register(metrics)
-    try:
-        yield
-    finally:
-        REGISTRY.unregister(metrics)

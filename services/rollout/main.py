@@ -22,12 +22,12 @@ from headrace.net import tracing
 from headrace.net.credentials import buffer_url
 from headrace.net.http_access import HttpAccess
 from headrace.net.replica_client import PATHS, ROLE
-from headrace.net.service import bind, serve_http, stop_on_signals, stop_signals
+from headrace.net.service import bind, exported, serve_http, stop_on_signals, stop_signals
 from headrace.replay import ReplayClient
 from headrace_services.rollout import peers
 from headrace_services.rollout.announcement import announced
 from headrace_services.rollout.engine import describe, running_engine
-from headrace_services.rollout.http import build_app, exported
+from headrace_services.rollout.http import RolloutMetrics, build_app
 from headrace_services.rollout.pulling import Puller
 from headrace_services.rollout.worker import RolloutWorker
 
@@ -116,7 +116,7 @@ async def _serve(config: Config, sock: socket.socket, replay: ReplayClient, engi
         if puller is not None and (own := peers.own_url(config, str(info["url"]))) is not None:
             info[peers.SERVES] = own
         worker = RolloutWorker(config, engine, replay, info, puller)
-        stack.enter_context(exported(worker, engine, puller))
+        stack.enter_context(exported(RolloutMetrics(worker, engine, puller)))
         async with serve_http(build_app(config, engine, worker, puller), sock, access):
             await worker.run(stop)
 

@@ -59,11 +59,9 @@ class SequenceSlots:
             await given
             yield
         finally:
-            if given.cancelled():  # while waiting; the next in the queue may fit now
-                self._give()
-            else:
+            if not given.cancelled():  # else it got none, and the next in the queue may fit now
                 self._free += wanted
-                self._give()
+            self._give()
 
     def _give(self) -> None:
         while self._queue:

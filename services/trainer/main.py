@@ -150,7 +150,9 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                     await events.run_in_executor(torch_thread, lead.learner.try_saving, trial)
             if snapshots is not None:
                 await events.run_in_executor(torch_thread, lead.require_room_for_snapshots)
-            meter = await events.run_in_executor(torch_thread, ThroughputMeter.of, config)
+            meter = await events.run_in_executor(
+                torch_thread, ThroughputMeter.of, config, lead.learner.policy.model.config
+            )
 
             resumed = await resume(
                 replay,

@@ -121,65 +121,89 @@ def test_a_good_run_is_not_objected_to() -> None:
     assert judge(good()) == []
 
 
-def test_a_prompt_that_is_nowhere() -> None:
-    assert objections(states={9: "unused"}, ended=frozenset(), counts={"trained": 8, "unused": 1}) == {
-        "nothing_is_lost"
-    }
+def last_batch(**wrong: Any) -> dict[str, Any]:
+    return {"lineage": lineage_with(3, dataclasses.replace(good().lineage[3], **wrong))}
 
 
-def test_a_prompt_that_has_two_ends() -> None:
-    assert "nothing_is_lost" in objections(states={3: "unused", 8: "failed", 9: "unused"})
+def first_group(**wrong: Any) -> dict[str, Any]:
+    first, *others = good().lineage[3].groups
+    return last_batch(groups=(dataclasses.replace(first, **wrong), *others))
 
 
-def test_a_trained_prompt_that_also_ended_failed() -> None:
-    assert "nothing_is_lost" in objections(ended=frozenset({3, 8}))
+def first_trajectory(**wrong: Any) -> dict[str, Any]:
+    return {"lineage": lineage_with(3, with_trajectory(good().lineage[3], **wrong))}
 
 
-@pytest.mark.parametrize("state", ["queued", "open", "scoring", "ready", "reserved"])
-def test_a_prompt_that_is_left_in_the_middle(state: str) -> None:
-    assert "nothing_is_lost" in objections(states={8: "failed", 9: state})
-
-
-def test_a_prompt_that_was_never_asked_for() -> None:
-    assert "nothing_is_lost" in objections(states={8: "failed", 9: "unused", 10: "unused"})
-
-
-def test_a_group_trained_twice_by_the_ledgers() -> None:
+def last_checkpoint(ledger: dict[int, list[str]], **wrong: Any) -> dict[str, Any]:
     first, last = good().checkpoints
-    ledger = {2: last.ledger[2], 3: [group_id(0), group_id(7)]}
-    assert "none_is_trained_twice" in objections(checkpoints=(first, dataclasses.replace(last, ledger=ledger)))
+    return {"checkpoints": (first, dataclasses.replace(last, ledger={**last.ledger, **ledger}, **wrong))}
 
 
-def test_a_group_trained_twice_by_the_lineage() -> None:
-    again = dataclasses.replace(good().lineage[3], groups=good().lineage[0].groups)
-    assert "none_is_trained_twice" in objections(lineage=lineage_with(3, again))
+# What is wrong in the records: the law that objects, and the fields.
+WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "a prompt that has two ends": ("nothing_is_lost", {"states": {3: "unused", 8: "failed", 9: "unused"}}),
+    "a trained prompt that also ended failed": ("nothing_is_lost", {"ended": frozenset({3, 8})}),
+    **{
+        f"a prompt that is left {state}": ("nothing_is_lost", {"states": {8: "failed", 9: state}})
+        for state in ("queued", "open", "scoring", "ready", "reserved")
+    },
+    "a prompt that was never asked for": ("nothing_is_lost", {"states": {8: "failed", 9: "unused", 10: "unused"}}),
+    "a group trained twice by the ledgers": ("none_is_trained_twice", last_checkpoint({3: [group_id(0), group_id(7)]})),
+    "a group trained twice by the lineage": ("none_is_trained_twice", last_batch(groups=good().lineage[0].groups)),
+    "a step that two checkpoints claim": ("steps_are_whole", last_checkpoint({1: [group_id(2), group_id(3)]})),
+    "a step that no checkpoint has": ("steps_are_whole", {"checkpoints": good().checkpoints[1:]}),
+    "a step that the lineage lacks": ("steps_are_whole", {"lineage": good().lineage[1:]}),
+    "a step that the journal lacks": ("steps_are_whole", {"lines": good().lines[1:]}),
+    "a step of too few groups": (
+        "steps_are_whole",
+        last_checkpoint({3: [group_id(6)]}, trained=good().checkpoints[1].trained - {7}),
+    ),
+    "a checkpoint that the newest does not descend from": (
+        "steps_are_whole",
+        {"checkpoints": (dataclasses.replace(good().checkpoints[0], timeline="other"), good().checkpoints[1])},
+    ),
+    "no checkpoint at all": ("steps_are_whole", {"checkpoints": ()}),
+    "a prompt at another place than its own": ("records_agree", first_group(order=7)),
+    **{
+        f"tokens of versions {versions}": ("none_is_over_age", first_trajectory(versions=versions))
+        for versions in ((1,), (1, 3), (4,), (3, 4), ())
+    },
+    "a group with an index twice": ("groups_are_complete", first_trajectory(index=1)),
+    "a group with a trajectory too few": (
+        "groups_are_complete",
+        first_group(trajectories=good().lineage[3].groups[0].trajectories[:1]),
+    ),
+    "a batch with a group twice": ("groups_are_complete", last_batch(groups=good().lineage[3].groups[:1] * 2)),
+}
+# The same, where no other law objects.
+WRONG_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a prompt that is nowhere": (
+        "nothing_is_lost",
+        {"states": {9: "unused"}, "ended": frozenset(), "counts": {"trained": 8, "unused": 1}},
+    ),
+    "lineage that differs from the ledger": ("records_agree", last_batch(groups=good().lineage[3].groups[::-1])),
+    "lineage that differs from what lay in the buffer": ("records_agree", first_trajectory(reward=0.75)),
+    "records that nobody saw": ("records_agree", {"observed": ()}),
+    "an age over the bound in the metrics": (
+        "none_is_over_age",
+        {"lines": (dataclasses.replace(good().lines[0], age_max=2.0), *good().lines[1:])},
+    ),
+    "a prompt that can't be scored and was trained": (
+        "failures_are_not_zero",
+        {"moods": ("poison", *good().moods[1:])},
+    ),
+    "equal answers trained under dynamic sampling": ("failures_are_not_zero", {"moods": ("flat", *good().moods[1:])}),
+}
 
 
-def test_a_step_that_two_checkpoints_claim() -> None:
-    first, last = good().checkpoints
-    ledger = {1: ["e0-train-2", "e0-train-3"], **last.ledger}
-    assert "steps_are_whole" in objections(checkpoints=(first, dataclasses.replace(last, ledger=ledger)))
+@pytest.mark.parametrize(("law", "wrong"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_objected_to(law: str, wrong: dict[str, Any]) -> None:
+    assert law in objections(**wrong)
 
 
-def test_a_step_that_is_missing() -> None:
-    assert "steps_are_whole" in objections(checkpoints=good().checkpoints[1:])
-    assert "steps_are_whole" in objections(lineage=good().lineage[1:])
-    assert "steps_are_whole" in objections(lines=good().lines[1:])
-
-
-def test_a_step_of_too_few_groups() -> None:
-    first, last = good().checkpoints
-    short = dataclasses.replace(last, ledger={**last.ledger, 3: ["e0-train-6"]}, trained=last.trained - {7})
-    assert "steps_are_whole" in objections(checkpoints=(first, short))
-
-
-def test_a_checkpoint_that_the_newest_does_not_descend_from() -> None:
-    first, last = good().checkpoints
-    assert "steps_are_whole" in objections(checkpoints=(dataclasses.replace(first, timeline="other"), last))
-
-
-def test_no_checkpoint_at_all() -> None:
-    assert "steps_are_whole" in objections(checkpoints=())
+@pytest.mark.parametrize(("law", "wrong"), WRONG_ALONE.values(), ids=WRONG_ALONE)
+def test_what_is_wrong_is_objected_to_by_its_law_alone(law: str, wrong: dict[str, Any]) -> None:
+    assert objections(**wrong) == {law}
 
 
 def test_a_late_trainer_may_write_a_step_of_its_own_timeline() -> None:
@@ -196,32 +220,6 @@ def test_a_store_without_the_newest_checkpoint_or_with_half_of_one() -> None:
     for wrong in (first,), (), (first, dataclasses.replace(last, timeline=FIRST)):
         assert objections(stored=wrong) == {"the_store_has_the_run"}
     assert objections(stored=(dataclasses.replace(first, wrong=("weights",)), last)) == {"the_store_has_the_run"}
-
-
-def test_lineage_that_differs_from_the_ledger() -> None:
-    swapped = dataclasses.replace(good().lineage[3], groups=good().lineage[3].groups[::-1])
-    assert objections(lineage=lineage_with(3, swapped)) == {"records_agree"}
-
-
-def test_lineage_that_differs_from_what_lay_in_the_buffer() -> None:
-    assert objections(lineage=lineage_with(3, with_trajectory(good().lineage[3], reward=0.75))) == {"records_agree"}
-
-
-def test_records_that_nobody_saw() -> None:
-    assert objections(observed=()) == {"records_agree"}
-
-
-def test_a_prompt_at_another_place_than_its_own() -> None:
-    moved = dataclasses.replace(good().lineage[3].groups[0], order=7)
-    batch = dataclasses.replace(good().lineage[3], groups=(moved, good().lineage[3].groups[1]))
-    assert "records_agree" in objections(lineage=lineage_with(3, batch))
-
-
-@pytest.mark.parametrize("versions", [(1,), (1, 3), (4,), (3, 4), ()])
-def test_tokens_over_age_or_of_weights_to_come(versions: tuple[int, ...]) -> None:
-    assert "none_is_over_age" in objections(
-        lineage=lineage_with(3, with_trajectory(good().lineage[3], versions=versions))
-    )
 
 
 def test_masked_tokens_may_be_old_but_a_group_needs_a_young_one() -> None:
@@ -242,27 +240,6 @@ def test_age_over_the_bound_on_a_timeline_that_was_abandoned() -> None:
     assert objections(observed=seen) == {"none_is_over_age"}
 
 
-def test_an_age_over_the_bound_in_the_metrics() -> None:
-    assert objections(lines=(dataclasses.replace(good().lines[0], age_max=2.0), *good().lines[1:])) == {
-        "none_is_over_age"
-    }
-
-
-def test_a_group_with_an_index_twice() -> None:
-    assert "groups_are_complete" in objections(lineage=lineage_with(3, with_trajectory(good().lineage[3], index=1)))
-
-
-def test_a_group_with_a_trajectory_too_few() -> None:
-    group = dataclasses.replace(good().lineage[3].groups[0], trajectories=good().lineage[3].groups[0].trajectories[:1])
-    batch = dataclasses.replace(good().lineage[3], groups=(group, good().lineage[3].groups[1]))
-    assert "groups_are_complete" in objections(lineage=lineage_with(3, batch))
-
-
-def test_a_batch_with_a_group_twice() -> None:
-    batch = dataclasses.replace(good().lineage[3], groups=good().lineage[3].groups[:1] * 2)
-    assert "groups_are_complete" in objections(lineage=lineage_with(3, batch))
-
-
 def test_another_batch_after_a_rewind() -> None:
     before = dataclasses.replace(a_batch(2, FIRST, "store"), groups=(a_group(4, 1), a_group(9, 2)))
     seen = tuple(before if (b.step, b.timeline) == (2, FIRST) else b for b in good().observed)
@@ -277,11 +254,6 @@ def test_another_batch_after_a_rewind() -> None:
 def test_a_reward_that_the_environment_did_not_give(wrong: dict[str, Any]) -> None:
     seen = tuple(with_trajectory(b, **wrong) if b.step == 0 else b for b in good().observed)
     assert "failures_are_not_zero" in objections(observed=seen)
-
-
-def test_a_prompt_that_can_not_be_scored_and_was_trained() -> None:
-    moods = ("poison", *good().moods[1:])
-    assert objections(moods=moods) == {"failures_are_not_zero"}
 
 
 @pytest.mark.parametrize("mood", ["fine", "flaky", "flat"])
@@ -311,11 +283,6 @@ def test_scoring_that_was_charged_though_the_environment_was_well() -> None:
     assert objections(observed=seen, misconduct=frozenset({"kill", "overloaded"})) == {"nobody_is_charged_for_others"}
     assert objections(observed=seen, misconduct=frozenset({"slow"})) == set()
     assert objections(observed=seen, moods=("flaky", *good().moods[1:])) == set()
-
-
-def test_equal_answers_that_were_trained_under_dynamic_sampling() -> None:
-    moods = ("flat", *good().moods[1:])
-    assert objections(moods=moods) == {"failures_are_not_zero"}
 
 
 def test_counts_that_are_wrong() -> None:
@@ -417,13 +384,7 @@ def test_episodes_whose_tokens_follow_from_their_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"completion": (7, 0, 0)},
-        {"context": (3, 10, 4)},
-        {"versions": (1, 2, 2)},
-        {"parent": 0},
-    ],
+    "wrong", [{"completion": (7, 0, 0)}, {"context": (3, 10, 4)}, {"versions": (1, 2, 2)}, {"parent": 0}]
 )
 def test_a_token_sampled_in_another_context_or_from_other_weights(wrong: dict[str, Any]) -> None:
     assert "tokens_are_those_that_were_sampled" in objections(**played(**wrong))

@@ -72,10 +72,7 @@ BLAME_THE_CALLER = {
 }
 LARGEST = 2 * 1024**2
 OFFER = reward_pb2.Offer(
-    environment=environment_pb2.DescribeResponse(name="Mine"),
-    capacity=4,
-    name="mine",
-    kind=reward_pb2.WORK_KIND_SCORE,
+    environment=environment_pb2.DescribeResponse(name="Mine"), capacity=4, name="mine", kind=reward_pb2.WORK_KIND_SCORE
 )
 REGISTER = reward_pb2.AttachRequest(register=reward_pb2.Register(process_id="a", offers=[OFFER]))
 AT_ONCE = 20

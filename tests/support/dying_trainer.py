@@ -207,7 +207,7 @@ def let_ranks_die(fault: str, version: int) -> None:
         await train(loop, reservation)
 
     def in_step(optimizer: ModelOptimizer, *_: Any) -> bool:
-        return optimizer.scheduled == version
+        return optimizer.rate.steps == version
 
     def of_version(_: Any, state: CheckpointState, *__: Any) -> bool:
         return state.version == version

@@ -48,12 +48,12 @@ def _found(model: Path) -> dict[str, float | str]:
     registry._run_in_subprocess = lambda asked: asked()
     # before the engine: of some families vLLM uses transformers' classes, and changes them
     learner = Learner(chosen)
-    ids = choose_token_ids(learner.vocab_size, LENGTH)
+    ids = choose_token_ids(learner.policy.vocab_size, LENGTH)
     own = learner.probe(ids)
     for tensor in learner.policy.model.state_dict().values():
         if tensor.is_floating_point():
             tensor.add_(torch.randn_like(tensor) * 0.02)
-    others, sent = learner.probe(ids), list(learner.iter_weights())
+    others, sent = learner.probe(ids), list(learner.policy.weights())
     arguments = rollout_engine.engine_arguments(chosen, on_cpu=True) | receiver.engine_arguments(chosen)
     engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, "distributed_executor_backend": "uni"}))
     initial = _apart(_probe(engine, ids.tolist()), own)

@@ -54,6 +54,7 @@ IMPORTS = {
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen2",
+        "vllm.model_executor.layers.quantization.online.base",
     ),
     "scorer": ("tests.support.warm_scorers",),
 }

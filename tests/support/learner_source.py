@@ -16,7 +16,8 @@ class LearnerSource:
         self._learner, self._adapter_alone = learner, adapter_alone
 
     def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return self._learner.weight_metadata(adapter_alone=self._adapter_alone)
+        shapes = self._learner.policy.weight_shapes(adapter_alone=self._adapter_alone)
+        return [(name, "float32", shape) for name, shape in shapes]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._learner.iter_weights(adapter_alone=self._adapter_alone)
+        return self._learner.policy.weights(adapter_alone=self._adapter_alone)

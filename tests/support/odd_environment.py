@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import headrace
+from headrace.net import rpc
 
 # What only services need.
 BEYOND_THE_BASE = (
@@ -64,7 +65,14 @@ if __name__ == "__main__":
     parser.add_argument("--capacity", type=int)
     parser.add_argument("--token")
     parser.add_argument("--insecure", action="store_true")
+    parser.add_argument(
+        "--answer-within",
+        type=float,
+        help="seconds, of a deadline that is later: however long the machine stands still",
+    )
     arguments = parser.parse_args()
+    if arguments.answer_within is not None:
+        rpc.time_before = lambda deadline_s, most_s: arguments.answer_within  # type: ignore[assignment]
     logging.basicConfig(level=logging.INFO)
     if arguments.attach is None:
         headrace.serve(Odd(), port=arguments.port)

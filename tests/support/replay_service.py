@@ -34,7 +34,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[httpx.AsyncClient, Repl
         try:
             async with (
                 contextlib.aclosing(await ReplayClient.connect(config.redis_url, config.run.id)) as replay,
-                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", follow_redirects=True) as http,
+                httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", follow_redirects=True, verify=False) as http,
             ):
                 yield http, replay
         finally:

@@ -32,6 +32,17 @@ def credit_wait(seconds: float) -> Any:
     return mock.patch.object(attached, "_CREDIT_WAIT_S", seconds)
 
 
+def hurried(seconds: float) -> Any:
+    """For how long the hubs of this process work on a call, whose caller waits for longer than any machine stands still."""
+    return mock.patch.object(rpc, "time_before", lambda deadline_s, most_s: min(deadline_s, seconds))
+
+
+def told(seconds: float) -> Any:
+    """What the hubs of this process tell attached processes of their deadline, and likewise wait for longer."""
+    work = attached._work
+    return mock.patch.object(attached, "_work", lambda name, timeout_s: work(name, min(timeout_s, seconds)))
+
+
 class Hub:
     """A running hub, as a caller sees it."""
 
@@ -112,9 +123,11 @@ async def attach_environment(
 
 
 @contextlib.asynccontextmanager
-async def start_environment(path: Path, port: int = 0, *, program: str = sys.executable) -> AsyncIterator[Process]:
+async def start_environment(
+    path: Path, *arguments: object, port: int = 0, program: str = sys.executable
+) -> AsyncIterator[Process]:
     """Starts a file of Python, or of `program`, that serves an environment and logs where; ends it by SIGKILL if the test did not."""
-    async with started(program, path, "--port", port, stderr=asyncio.subprocess.PIPE) as process:
+    async with started(program, path, "--port", port, *arguments, stderr=asyncio.subprocess.PIPE) as process:
         yield Process(process, await asyncio.wait_for(_logged_port(process), WAIT_S))
 
 

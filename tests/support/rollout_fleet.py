@@ -89,7 +89,7 @@ class Process:
         self.log = folder / f"{name}.log"
         self.popen = fork(command, "rollout", "--config", str(file), log=self.log, kind="engine")
         self.replica = ""
-        self.http = httpx.AsyncClient(timeout=60)
+        self.http = httpx.AsyncClient(timeout=60, verify=False)
 
     async def joined(self, replay: ReplayClient) -> Process:
         """Wait until it is in the fleet."""
@@ -100,7 +100,7 @@ class Process:
 
         it = await eventually(look)
         self.replica = it.id
-        self.http = httpx.AsyncClient(base_url=it.info["url"], timeout=60)
+        self.http = httpx.AsyncClient(base_url=it.info["url"], timeout=60, verify=False)
         return self
 
     async def metric(self, sample: str) -> float:

@@ -70,12 +70,7 @@ SHELLS: dict[str, dict[str, str]] = {
         "TMPDIR": "FOLDER/" + "x" * 200,
     },
     # slow ones
-    "night": {
-        "GRPC_TRACE": "all",
-        "PYTHONDEVMODE": "1",
-        "TMPDIR": "/proc/nothing",
-        "FORCE_COLOR": "1",
-    },
+    "night": {"GRPC_TRACE": "all", "PYTHONDEVMODE": "1", "TMPDIR": "/proc/nothing", "FORCE_COLOR": "1"},
 }
 
 

@@ -66,8 +66,7 @@ def install(
         (include / "Python.h").touch()
     word = {True: "true", False: "false"}
     return write(
-        path,
-        PYTHON.format(version=version, runs=word[runs], has_venv=word[venv], include=include, base=base or path),
+        path, PYTHON.format(version=version, runs=word[runs], has_venv=word[venv], include=include, base=base or path)
     )
 
 

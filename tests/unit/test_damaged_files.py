@@ -36,10 +36,7 @@ READERS: dict[str, tuple[Callable[[Path], object], bytes]] = {
     checkpoints.STATE: (_bad_metrics, b'{"timeline": "\xff"}'),
     "golden.jsonl": (lambda folder: read_samples(folder / "golden.jsonl"), b'{"completion": "\xff"}'),
     "failed_data.jsonl": (lambda folder: SampleFiles(folder, keep=None).read_failed(), b'{"group": "\xff"}\n'),
-    "step_0-t.jsonl.gz": (
-        lambda folder: LineageFiles(folder).read(0),
-        gzip.compress(b'{"timeline": "\xff"}\n'),
-    ),
+    "step_0-t.jsonl.gz": (lambda folder: LineageFiles(folder).read(0), gzip.compress(b'{"timeline": "\xff"}\n')),
 }
 
 

@@ -67,11 +67,7 @@ def test_the_curve_is_a_picture_however_long_the_run(tmp_path: Path, steps: int)
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
 
 
-@given(
-    limit=st.integers(1, 400),
-    steps=st.integers(0, 12),
-    offset=st.integers(0, 2000),
-)
+@given(limit=st.integers(1, 400), steps=st.integers(0, 12), offset=st.integers(0, 2000))
 def test_segments_are_read_through_as_one(limit: int, steps: int, offset: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"

@@ -22,8 +22,7 @@ def planned(cores: int, *, omp: str = "", trains: bool = True, generates: bool =
 
 
 @pytest.mark.parametrize(
-    ("cores", "trainer", "rollout"),
-    [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 3, 1), (8, 6, 2), (16, 12, 4), (64, 48, 16)],
+    ("cores", "trainer", "rollout"), [(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 3, 1), (8, 6, 2), (16, 12, 4), (64, 48, 16)]
 )
 def test_training_gets_what_generation_leaves(cores: int, trainer: int, rollout: int) -> None:
     assert planned(cores) == Threads(trainer, rollout)

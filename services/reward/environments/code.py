@@ -88,12 +88,12 @@ class Code(SandboxedEnvironment[CodeConfig]):
         try:
             worker = self._start()
             for processes in (1, 2):
-                _tried(worker, Run(PYTHON, "", b"", 10, _TRIAL_S, _TRIAL_S, 1 << 30, processes))
+                _try(worker, Run(PYTHON, "", b"", 10, _TRIAL_S, _TRIAL_S, 1 << 30, processes))
         except (OSError, SystemExit) as error:
             raise ServiceError(refusal(self.name, str(error))) from error
         if self.env.runs_with is not None:
             try:
-                _tried(worker, self._test("", b"", None, _TRIAL_S))
+                _try(worker, self._test("", b"", None, _TRIAL_S))
             except OSError as error:
                 raise ServiceError(
                     f"env.{self.name}.runs_with can't be started ({error}); programs see only /usr, /bin and /lib of the system, so "
@@ -226,7 +226,7 @@ class _CodeWorker:
         self._end.close()
 
 
-def _tried(worker: _CodeWorker, run: Run) -> None:
+def _try(worker: _CodeWorker, run: Run) -> None:
     """Run a program to see whether it can be run. Raises `OSError`."""
     worker.send(run)
     while not (answer := worker.receive()):

@@ -187,12 +187,8 @@ def _accepts(text: str, check: Callable[[ast.expr], bool]) -> bool:
     """Return whether `text` is a Python expression that passes `check`. Nothing is evaluated."""
     try:
         return check(ast.parse(text.strip(), mode="eval").body)
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):  # nesting too deep here is too deep for an evaluation as well
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # nesting too deep here is too deep for an evaluation as well
         return False
 
 

@@ -99,12 +99,8 @@ def _near(expected: Sequence[Any], found: Sequence[Any], tolerance: float) -> bo
 def _number(parsed: Sequence[Any]) -> float | None:
     try:
         number = float(parsed[0])
-    except (
-        IndexError,
-        TypeError,
-        ValueError,
-        OverflowError,
-    ):  # not a number: text, a set, an equation, or it contains a symbol
+    except (IndexError, TypeError, ValueError, OverflowError):
+        # not a number: text, a set, an equation, or it contains a symbol
         return None
     return number if math.isfinite(number) else None
 

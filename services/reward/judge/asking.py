@@ -18,6 +18,7 @@ from headrace.base.addresses import find_proxy, url_through_proxy
 from headrace.base.backoff import pause_after
 from headrace.base.errors import ConfigError
 from headrace.base.http_client import AnswerTooLarge, HttpAnswer, HttpClient, NotReached
+from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
 from headrace.config.environments import JudgeConfig, LLMJudgeConfig
 from headrace_services.reward.judge.questions import Question, make_request
@@ -142,9 +143,7 @@ class Judges:
         return await asyncio.shield(self._asking[key])
 
     async def aclose(self) -> None:
-        for task in self._asking.values():
-            task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await cancel(self._asking.values())
         for client in self._clients:
             await client.aclose()
         self._store.close()
@@ -172,12 +171,13 @@ class Judges:
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     async def _ask(self, place: int, key: str, question: Question, request: bytes) -> Verdict:
-        late = Late(f"gave no complete answer within {self._env.timeout_s:g} s (env.{self._name}.timeout_s)")
         try:
             async with asyncio.timeout(self._env.timeout_s):
                 verdict = await self._verdict(place, question, request)
         except TimeoutError as error:
-            raise late from error
+            raise Late(
+                f"gave no complete answer within {self._env.timeout_s:g} s (env.{self._name}.timeout_s)"
+            ) from error
         self._store.keep(key, verdict)
         return verdict
 

@@ -138,12 +138,7 @@ def _schema(question: Question, scale: Scale) -> dict[str, Any]:
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def _values(env: LLMJudgeConfig, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,15 +24,7 @@ if TYPE_CHECKING:
     from headrace.config.environments import LLMJudgeConfig
 
 # What a template knows besides `completion`, or `completions` where they are compared.
-VARIABLES = (
-    "question",
-    "messages",
-    "reference",
-    "columns",
-    "rubric",
-    "lowest",
-    "highest",
-)
+VARIABLES = ("question", "messages", "reference", "columns", "rubric", "lowest", "highest")
 # Where `_delimit` finds the request's mark: under a name that no template can set.
 _MARK = "the mark"
 MOST_CHARACTERS = 2**20

@@ -58,7 +58,7 @@ class CheckpointWriter:
         await self._take(lambda: self._context.lead.save_in_memory(state.version, self._timeline))
 
         async def publish() -> None:
-            await self._written()
+            await self._await_all_parts()
             await asyncio.to_thread(snapshots.publish, state, steps, files)
 
         self._then(publish)
@@ -88,9 +88,7 @@ class CheckpointWriter:
         """Raise the error of what has failed. With several ranks this is a collective while they write, so no other may be running."""
         if self._work is None:
             return
-        if not self._all_written.is_set() and await self._await_written(
-            self._context.torch(self._context.lead.is_saved)
-        ):
+        if not self._all_written.is_set() and await self._await_parts(self._context.torch(self._context.lead.is_saved)):
             self._all_written.set()
         if self._work.done():
             work, self._work = self._work, None
@@ -138,7 +136,7 @@ class CheckpointWriter:
         began: float,
     ) -> None:
         context = self._context
-        await self._written()
+        await self._await_all_parts()
 
         def publish() -> None:
             context.lineage.fsync()
@@ -159,18 +157,18 @@ class CheckpointWriter:
                 "and restores the buffer"
             ) from refusal
 
-    async def _written(self) -> None:
+    async def _await_all_parts(self) -> None:
         """Return once every rank has written its part."""
         if self._context.lead.ranks.size > 1:
             await self._all_written.wait()
         else:
-            await self._await_written(asyncio.wrap_future(self._context.lead.part))
+            await self._await_parts(asyncio.wrap_future(self._context.lead.part))
 
     def _wake_uploads(self) -> None:
         if self._context.uploads is not None:
             self._context.uploads.wake()
 
-    async def _await_written(self, parts: Awaitable[T]) -> T:
+    async def _await_parts(self, parts: Awaitable[T]) -> T:
         try:
             return await parts
         except ServiceError:

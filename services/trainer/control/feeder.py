@@ -79,9 +79,7 @@ class Feeder:
             # finish what earlier commits left to free: until then the buffer still knows those groups
             state = await self._retry(self._replay.state)
             await self._retry(partial(self._replay.commit, state.committed, self._timeline))
-            new = 0
-            for at in range(0, len(orders), BATCH):
-                new += await self._enqueue(orders[at : at + BATCH], refill=True)
+            new = await self._enqueue(orders, refill=True)
             total += new
             try:
                 await self._retry(lambda: self._replay.end_refill(self._timeline))
@@ -107,8 +105,7 @@ class Feeder:
             total = self._prompts.total
             orders, close = next_orders(state, ahead=self._ahead, total=total, to_train=self._to_train)
             try:
-                for at in range(0, len(orders), BATCH):
-                    await self._enqueue(orders[at : at + BATCH], refill=False)
+                await self._enqueue(orders, refill=False)
             except WrongStep as error:
                 log.warning("the buffer's server lost writes: %s", error)
                 continue  # from its current state
@@ -129,5 +126,9 @@ class Feeder:
             log.info("%d prompts whose groups had failed are queued again", len(orders))
 
     async def _enqueue(self, orders: Sequence[int], *, refill: bool) -> int:
-        groups = await asyncio.to_thread(self._prompts.train, orders)
-        return await self._retry(lambda: self._replay.enqueue(groups, self._timeline, refill=refill))
+        """Enqueue these prompts, a batch at a time. Returns how many were new to the buffer."""
+        new = 0
+        for at in range(0, len(orders), BATCH):
+            groups = await asyncio.to_thread(self._prompts.train, orders[at : at + BATCH])
+            new += await self._retry(partial(self._replay.enqueue, groups, self._timeline, refill=refill))
+        return new

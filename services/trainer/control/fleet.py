@@ -117,13 +117,13 @@ class Fleet:
         return self._probe
 
     async def _make_probe(self) -> tuple[Int32, Float32, Differences]:
-        context, lead = self._context, self._context.lead
-        window, longest = lead.learner.policy.window, self._config.policy.max_total_sequence_length
-        length = probe_length(longest, lead.learner.vocab_size, None if self._ever_verified else window)
+        context, lead, policy = self._context, self._context.lead, self._context.lead.learner.policy
+        window, longest = policy.window, self._config.policy.max_total_sequence_length
+        length = probe_length(longest, policy.vocab_size, None if self._ever_verified else window)
         if not self._ever_verified and (unseen := unseen_window(longest, length, window)):
             log.warning("%s", unseen)
         if is_exact(self._config):
-            ids = choose_token_ids(lead.learner.vocab_size, length)
+            ids = choose_token_ids(policy.vocab_size, length)
         else:
             ids = repeat_text((tokens for _, tokens in context.prompts.encode()), length)
         logprobs = await context.torch(lambda: lead.probe(ids.tolist()))

@@ -100,17 +100,14 @@ class HistoryWriter:
     async def _write_some(self) -> bool:
         """Write the oldest entries. Returns whether there may be more."""
         async with self._writing:
-            return await self._write_oldest()
-
-    async def _write_oldest(self) -> bool:
-        entries, lost = await self._replay.read_history(ENTRIES)
-        if not entries:
-            return False
-        await asyncio.to_thread(self._write, entries, lost)
-        await self._replay.clear_history(self._timeline, entries[-1][0])
-        self._lost = lost
-        await asyncio.to_thread(self._merge)
-        return len(entries) == ENTRIES
+            entries, lost = await self._replay.read_history(ENTRIES)
+            if not entries:
+                return False
+            await asyncio.to_thread(self._write, entries, lost)
+            await self._replay.clear_history(self._timeline, entries[-1][0])
+            self._lost = lost
+            await asyncio.to_thread(self._merge)
+            return len(entries) == ENTRIES
 
     def _write(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]], lost: int) -> None:
         rows = [row for entry, fields in entries for row in expand_entry(entry, fields)]
@@ -156,11 +153,11 @@ def to_columns(rows: Sequence[GroupEvent], prompts: Problems) -> dict[str, Seque
     """Return the columns of these events, with the prompts of groups that were enqueued."""
     columns: dict[str, Sequence[Any]] = dict(zip(GroupEvent._fields, zip(*rows, strict=True), strict=True))
     columns["time"] = [row.cursor[0] for row in rows]
-    told = [dict(_prompt_of(row, prompts)) if row.what == "enqueued" else {} for row in rows]
+    told = [dict(_read_prompt(row, prompts)) if row.what == "enqueued" else {} for row in rows]
     return columns | {name: [each.get(name) for each in told] for name in _PROMPT}
 
 
-def _prompt_of(row: GroupEvent, prompts: Problems) -> Iterator[tuple[str, Any]]:
+def _read_prompt(row: GroupEvent, prompts: Problems) -> Iterator[tuple[str, Any]]:
     yield "environment", row.environment
     found = prompts.find("validation" if row.lane == "validation" else "train", row.order or 0)
     if found is None:

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from headrace.base.errors import (
     EnvironmentBroken,
@@ -47,8 +46,6 @@ POLL_S = 0.5
 # Rejected batches in a row that end the run.
 MAX_REJECTIONS = 3
 
-T = TypeVar("T")
-
 
 class Loop:
     """One trainer's run, from where it resumed to its end."""
@@ -56,7 +53,7 @@ class Loop:
     def __init__(self, config: Config, context: TrainerContext, resumed: ResumeState) -> None:
         self._config = config
         self._context = context
-        self._replay = context.replay
+        self._replay, self._retry = context.replay, context.retry
         self._clock = context.clock
         self._resumed = resumed
         self._timeline = resumed.timeline
@@ -90,7 +87,7 @@ class Loop:
             if self._resumed.refill:
                 again = await self._context.feeder.refill(self._resumed.missing())
                 log.info("%d prompts that were not trained on are queued again", again)
-            failed = (await self._call(self._replay.state)).counts.get("failed", 0)
+            failed = (await self._retry(self._replay.state)).counts.get("failed", 0)
             feeding = asyncio.create_task(self._context.feeder.run(self._resumed.missing))
             self._context.history.start()
             self._recorder.begin(failed)
@@ -101,7 +98,7 @@ class Loop:
             return await self._take_turns(feeding)
         except (Fenced, InvalidCall, ServiceError) as error:
             reserved = self._version + isinstance(self._reply, Reservation)
-            state = await self._call(self._replay.state)
+            state = await self._retry(self._replay.state)
             if has_lost_writes(self._resumed, state, reserved):
                 if isinstance(error, Restartable):
                     raise  # the writer of checkpoints found it, and said so
@@ -130,9 +127,9 @@ class Loop:
                 self._uploads.poll()
             if self._offers is not None:
                 self._offers.poll()
-            replicas = await self._call(self._replay.replicas)
+            replicas = await self._retry(self._replay.replicas)
             await self._validations.poll(replicas)
-            run = await self._call(self._replay.state)
+            run = await self._retry(self._replay.state)
             await self._recorder.note_failures(run.counts.get("failed", 0))
             state = self._look(replicas, run)
             decision = decisions.decide(self._plan, state)
@@ -162,26 +159,28 @@ class Loop:
                 case Action.FAIL:
                     raise ServiceError(decision.reason)
                 case Action.CONDEMN:
-                    raise ServiceError(decision.reason + await self._recorder.reasons_of_failures())
+                    raise ServiceError(decision.reason + await self._recorder.describe_failures())
                 case Action.FINISH:
                     if isinstance(self._reply, End) and self._version < self._plan.last_version:
                         log.info("the prompts are used up after %d steps (max_num_epochs)", self._version)
                     await self._writer.finish()
                     await self._finish_uploads()
-                    await self._finish()
+                    await self._context.telemetry.draw_end()
+                    curves = self._config.run_folder / CURVES
+                    log.info("the run is complete: version %d, curves in %s", self._version, curves)
                     return True
                 case Action.CHECKPOINT:
-                    with self._traced("checkpoint"):
+                    with self._make_span("checkpoint"):
                         await self._checkpoint()
                 case Action.SNAPSHOT:
-                    with self._traced("snapshot"):
+                    with self._make_span("snapshot"):
                         await self._writer.save_in_memory(*await self._describe(), dict(self._ledger.steps))
                     self._snapped = self._version
                 case Action.REFIT:
-                    with self._traced("refit"):
+                    with self._make_span("refit"):
                         await self._fleet.refit(self._version)
                 case Action.OFFER:
-                    with self._traced("offer"):
+                    with self._make_span("offer"):
                         await self._offer()
                 case Action.VALIDATE:
                     is_last = decisions.is_final(self._plan, state)
@@ -198,7 +197,7 @@ class Loop:
                     self._reply = await self._reserve()
                 case Action.TRAIN:
                     assert isinstance(self._reply, Reservation)
-                    await self._train_traced(self._reply)
+                    await self._train_in_span(self._reply)
                 case Action.WAIT:
                     await self._wait()
                     self._reply = None
@@ -253,7 +252,7 @@ class Loop:
 
     async def _reserve(self) -> Reservation | Waiting | End:
         try:
-            return await self._call(lambda: self._replay.reserve(self._version, self._timeline))
+            return await self._retry(lambda: self._replay.reserve(self._version, self._timeline))
         except EnvironmentBroken as error:
             raise ServiceError(
                 f"step {self._version}: {error}; fix the environment, and start the run again: it continues where it stopped"
@@ -266,11 +265,11 @@ class Loop:
                 "rewards with which a prompt's completions score differently"
             ) from error
 
-    async def _train_traced(self, reservation: Reservation) -> None:
+    async def _train_in_span(self, reservation: Reservation) -> None:
         """Train a step, in a span that is linked to its groups. With it ends the span of the whole step, which began with the last one's
         end: its refit and the wait for its batch belong to it."""
         step, run = self._version, self._replay.run_id
-        with self._traced("train", [tracing.group_span(run, group) for group in reservation.groups]):
+        with self._make_span("train", [tracing.group_span(run, group) for group in reservation.groups]):
             await self._train(reservation)
         if self._version > step:
             ended_ns = time.time_ns()
@@ -279,7 +278,7 @@ class Loop:
             tracing.emit(tracing.EndedSpan("step", at, None, self._step_began_ns, ended_ns, attributes))
             self._step_began_ns = ended_ns
 
-    def _traced(self, name: str, links: Sequence[tracing.SpanContext] = ()) -> tracing.Span:
+    def _make_span(self, name: str, links: Sequence[tracing.SpanContext] = ()) -> tracing.Span:
         """Return a span of the step that makes the next version."""
         step = tracing.step_span(self._replay.run_id, self._timeline, self._version)
         attributes = tracing.named(step=self._version, timeline=self._timeline)
@@ -289,7 +288,7 @@ class Loop:
         """Train step t on its batch. The weights of version t become version t + 1."""
         config, context, lead, step = self._config, self._context, self._context.lead, self._version
         began = self._clock()
-        groups = await self._call(lambda: self._replay.read_groups(reservation.groups))
+        groups = await self._retry(lambda: self._replay.read_groups(reservation.groups))
         check_reservation(reservation, groups, config.algorithm.num_prompts_per_step)
         shares = shard_batch(reservation, config, lead.ranks.size)
         multipliers = [group.loss_multiplier for group in groups]
@@ -301,7 +300,7 @@ class Loop:
         self._rejections = 0
         origins = trained.origins
         if masked := int(trained.metrics["masked_tokens"]):
-            await self._call(lambda: self._replay.record_masked(step, self._timeline, masked))
+            await self._retry(lambda: self._replay.record_masked(step, self._timeline, masked))
         self._ledger.record(step, reservation.groups, [group.order for group in groups])
         await asyncio.to_thread(context.lineage.write, step, groups, origins)
         await self._fleet.compare(step, trained.errors)
@@ -352,7 +351,7 @@ class Loop:
         # any others are found again in the next batch
         named = {group: attempts[group] for group in list(rejected.groups)[:BATCH]}
         reason = rejected.groups[next(iter(named))]
-        await self._call(lambda: self._replay.reject_step(reservation.step, self._timeline, nonce, named, reason))
+        await self._retry(lambda: self._replay.reject_step(reservation.step, self._timeline, nonce, named, reason))
         self._reply = None
 
     async def _offer(self) -> None:
@@ -375,7 +374,7 @@ class Loop:
     async def _describe(self) -> tuple[CheckpointState, dict[str, bytes]]:
         """Return the state of the run, and the files that belong to it."""
         context, retries = self._context, self._context.feeder.retries
-        ended = await self._call(self._replay.read_ended)
+        ended = await self._retry(self._replay.read_ended)
         counters = context.lead.learner.counters
         state = CheckpointState(
             version=self._version,
@@ -401,13 +400,6 @@ class Loop:
             self._context.now.waits = f"the upload of checkpoint {self._saved} to {self._config.checkpointing.store}"
             await self._uploads.finish()
 
-    async def _finish(self) -> None:
-        await self._context.telemetry.draw_end()
-        log.info("the run is complete: version %d, curves in %s", self._version, self._config.run_folder / CURVES)
-
     async def _wait(self) -> None:
-        await self._call(lambda: self._context.sender.end_stray_epoch(self._timeline))
-        await self._call(lambda: self._replay.wait_ready(POLL_S))
-
-    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await self._context.retry(call)
+        await self._retry(lambda: self._context.sender.end_stray_epoch(self._timeline))
+        await self._retry(lambda: self._replay.wait_ready(POLL_S))

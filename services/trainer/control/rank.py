@@ -104,8 +104,11 @@ class TrainerRank:
 
     @property
     def learner(self) -> Learner:
+        """Raises `ServiceError` if a step has failed half-way: its weights are of no version, so they go nowhere."""
         if self._learner is None:
             raise ServiceError("the trainer was asked to work before it had loaded its model")
+        if self._learner.broken is not None:
+            raise ServiceError(self._learner.broken)
         return self._learner
 
     @property
@@ -223,7 +226,7 @@ class TrainerRank:
     @command
     def weights(self, adapter_alone: bool) -> Iterator[tuple[str, torch.Tensor]]:
         gathered_in = getattr(torch, rollout_dtype(self._config))
-        for weight in self.learner.iter_weights(gathered_in, adapter_alone=adapter_alone):
+        for weight in self.learner.policy.weights(gathered_in, adapter_alone=adapter_alone):
             self.ranks.progress.mark()
             yield weight
 
@@ -246,7 +249,7 @@ class TrainerRank:
             snapshots.begin(version, timeline)
 
         self._on_each_host(begin)
-        folder = self._of_host().locate_unfinished(version, timeline)
+        folder = self._require_snapshots().locate_unfinished(version, timeline)
         self._part = self._writer.submit(self.learner.snapshot(), folder)
 
     @command
@@ -272,7 +275,7 @@ class TrainerRank:
         """Raise `ServiceError` unless each host has room for what its ranks write of two: the newest stays until the next is complete."""
         self._on_each_host(lambda snapshots: self.learner.require_room(snapshots.folder, 2, of_host=True))
 
-    def _of_host(self) -> Snapshots:
+    def _require_snapshots(self) -> Snapshots:
         assert self.snapshots is not None
         return self.snapshots
 
@@ -282,7 +285,7 @@ class TrainerRank:
         found, problems = list[str](), list[str]()
         if place_on_host()[0] == 0:
             try:
-                found = work(self._of_host()) or []
+                found = work(self._require_snapshots()) or []
             except ServiceError as error:
                 problems = [str(error)]
         self.ranks.raise_any(problems)
@@ -311,7 +314,7 @@ class LeadRank(TrainerRank):
     def adopt_snapshot(self) -> int | None:
         """Turn the newest snapshot to which the checkpoints lead into one of them, if the hosts still have all of it. Returns its version,
         None if there is none. Whatever is in memory is removed. Raises `ServiceError` as `Checkpoints.publish` does."""
-        snapshots = self._of_host()
+        snapshots = self._require_snapshots()
         state = snapshots.newest()
         if state is not None:
             at = (state.version, state.timeline)
@@ -341,7 +344,8 @@ class Weights:
         self._adapter_alone = adapter_alone
 
     def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return self._lead.learner.weight_metadata(adapter_alone=self._adapter_alone)
+        shapes = self._lead.learner.policy.weight_shapes(adapter_alone=self._adapter_alone)
+        return [(name, "float32", shape) for name, shape in shapes]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._lead.ranks.progress.working():

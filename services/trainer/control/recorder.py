@@ -67,7 +67,7 @@ class Recorder:
 
     # -- failed prompts --------------------------------------------------------------------------------------------------
 
-    async def reasons_of_failures(self) -> str:
+    async def describe_failures(self) -> str:
         """Return the most frequent reasons of the newest training groups that failed, as the end of a sentence."""
         reasons = await self._context.retry(self._context.replay.failures)
         return f". Of the newest {len(reasons)} failures: {'; '.join(frequent(reasons))}" if reasons else ""
@@ -75,11 +75,11 @@ class Recorder:
     async def note_failures(self, failed: int) -> None:
         """Record the number of training prompts that have failed, and show the reasons on the page."""
         if failed != self._failed:
-            why = await self.reasons_of_failures()
+            why = await self.describe_failures()
             self._context.readiness.failures = f"{failed} prompts failed{why}" if failed else ""
         self._failed = failed
 
-    def _failures_of_step(self, step: int) -> dict[str, float]:
+    def _count_failures(self, step: int) -> dict[str, float]:
         """Return the metrics of the prompts that failed since the step before."""
         new = max(0, self._failed - self._failed_before)  # retries lower the count
         self._failed_before = self._failed
@@ -108,7 +108,7 @@ class Recorder:
             metrics |= sampling_metrics(reservation, config.algorithm.generation_batch)
         batch = await context.torch(context.lead.gather_batch) if context.telemetry.wants_batch(metrics) else None
         metrics |= await context.telemetry.report_step(reservation.step, groups, batch, metrics)
-        metrics |= self._failures_of_step(reservation.step)
+        metrics |= self._count_failures(reservation.step)
         return metrics | self._end_step(began, extents, replicas)
 
     def _end_step(self, began: float, extents: Sequence[Extent], replicas: int) -> dict[str, float]:

@@ -62,13 +62,6 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
     return metrics
 
 
-def reaches_target(metrics: Mapping[str, float], metric: str | None, threshold: float | None) -> bool:
-    """Return whether a validation ends the run: its `metric` (with or without `val:`) is at least `threshold`."""
-    if metric is None or threshold is None:
-        return False
-    return metrics.get(metric.removeprefix("val:"), -math.inf) >= threshold
-
-
 class Validation:
     """The evaluation of one version: its groups and the results so far. `validators` are the replicas that were chosen to evaluate it
     beside training; none if all do."""
@@ -134,10 +127,6 @@ class Validation:
     def failed(self) -> list[tuple[str, Group, str]]:
         """The groups that failed: id, group and reason of each."""
         return [(id_, self._groups[id_], reason) for id_, reason in self._failed.items()]
-
-    def failures(self) -> Mapping[str, int]:
-        """Return the reasons of failed groups, and the number of groups with each."""
-        return Counter(self._failed.values())
 
 
 class Validations:
@@ -237,7 +226,7 @@ class Validations:
         self.running, self.awaited_since = None, None
         version, took = validation.version, self._context.clock() - self._began
         metrics = {**validation.metrics(), "timing/validation/total_validation_time": took}
-        for reason, times in validation.failures().items():
+        for reason, times in Counter(reason for _, _, reason in validation.failed).items():
             log.warning("validation of version %d: %d groups failed: %s", version, times, reason)
         log.info(
             "version %d: %s %s on %d held-out prompts, %d failed, %d pending",
@@ -249,11 +238,8 @@ class Validations:
         await self._publish(version, metrics)
         if self._reaches_target(metrics):
             self.target_reached = True
-            metric, threshold = (
-                self._algorithm.stop_at_validation_metric,
-                self._algorithm.stop_at_validation_threshold,
-            )
-            log.info("the run ends: %s is at least %g", metric, threshold)
+            least = self._algorithm.stop_at_validation_threshold
+            log.info("the run ends: %s is at least %g", self._algorithm.stop_at_validation_metric, least)
         skipped, self._skipped = self._skipped, []
         for each in skipped:
             await self._publish_lost(each)
@@ -263,5 +249,8 @@ class Validations:
         self._writer.add_metrics(version, {f"val:{name}": value for name, value in metrics.items()})
 
     def _reaches_target(self, metrics: Mapping[str, float]) -> bool:
-        algorithm = self._algorithm
-        return reaches_target(metrics, algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold)
+        """Return whether a validation with these metrics ends the run."""
+        metric, least = self._algorithm.stop_at_validation_metric, self._algorithm.stop_at_validation_threshold
+        if metric is None or least is None:
+            return False
+        return metrics.get(metric.removeprefix("val:"), -math.inf) >= least

@@ -56,7 +56,7 @@ class ModelTokens:
                 f"{key} {named}: neither its tokenizer nor generation_config.json of policy.model_name names an end token, so every "
                 "completion would be cut off at policy.generation.max_new_tokens; set policy.generation.stop_token_ids or stop_strings"
             )
-        excluded = tuple(dict.fromkeys(id for word in generation.bad_words for id in _excluded(word, tokenizer)))
+        excluded = tuple(dict.fromkeys(id for word in generation.bad_words for id in _find_excluded(word, tokenizer)))
         tokens = cls(ends, model.get_text_config().vocab_size, excluded)
         for end in ends:
             if type(end) is not int or not 0 <= end < tokens.vocabulary:
@@ -82,7 +82,7 @@ class ModelTokens:
             )
 
 
-def _excluded(word: str, tokenizer: Any) -> Iterator[int]:
+def _find_excluded(word: str, tokenizer: Any) -> Iterator[int]:
     """Yield the tokens that vLLM excludes for a bad word: the word as it stands, and after a space, if that is another token.
 
     Raises `ConfigError` for a word of several tokens. Its last token would be excluded after the others only, so that the training logits

@@ -18,7 +18,7 @@ from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.config.environments import EnvConfig
 from headrace.records.trajectory import Message
 from headrace_services.trainer.data.faults import BadRow, Faults
-from headrace_services.trainer.data.sources import Problem, faults_of, on_the_hub, read, repeats
+from headrace_services.trainer.data.sources import Problem, count_repeats, make_faults, on_the_hub, read
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _own_problems(
     """Return what `load_problems` does, but allow an empty training set."""
     parts: dict[str, list[tuple[_Template, list[Problem]]]] = {"validation": [], "train": []}
     wrong = Problems()
-    for part, number, key, source in _numbered(data):
+    for part, number, key, source in _number_sources(data):
         with wrong.gathered():
             parts[part].append(_read(source, number, key, env, held_out=part == "validation"))
     wrong.tell()
@@ -89,7 +89,7 @@ def _own_problems(
     return training, _assemble(validation, set(), None, once=data.remove_duplicates)
 
 
-def _numbered(data: DataConfig) -> Iterator[tuple[str, int, str, DataSourceConfig]]:
+def _number_sources(data: DataConfig) -> Iterator[tuple[str, int, str, DataSourceConfig]]:
     """Yield part, number and key of each data set of the run, in the order in which they are read."""
     for part, sources in (("validation", data.validation), ("train", data.train)):
         for number, source in enumerate(sources):
@@ -99,7 +99,7 @@ def _numbered(data: DataConfig) -> Iterator[tuple[str, int, str, DataSourceConfi
 def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield what is wrong with the sources and their files, as (keys, message). Every row of a file is read; of rows that the user's own
     code makes, only the first. Data sets of the Hugging Face Hub are not read."""
-    for part, number, key, source in _numbered(data):
+    for part, number, key, source in _number_sources(data):
         keys = ("data", part, str(number))
         for option, message in _find_faults(source, number, key, part == "validation"):
             yield (*keys, option) if option else keys, message
@@ -109,7 +109,7 @@ def look_at(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _find_faults(source: DataSourceConfig, number: int, key: str, held_out: bool) -> Iterator[tuple[str | None, str]]:
     """Yield the key at fault and what is wrong with a source."""
-    faults = faults_of(source, key)
+    faults = make_faults(source, key)
     try:
         template = _Template.of(source, number)
         if source.dataset_name in ("reasoning_gym", "verifiers") or on_the_hub(source):
@@ -142,7 +142,7 @@ def _read(
     source: DataSourceConfig, number: int, key: str, env: Mapping[str, EnvConfig], *, held_out: bool
 ) -> tuple[_Template, list[Problem]]:
     """Return the problems of a source, and its template. Raises `ConfigError` with everything that is wrong with its rows."""
-    template, faults, wrong = _Template.of(source, number), faults_of(source, key), Problems()
+    template, faults, wrong = _Template.of(source, number), make_faults(source, key), Problems()
     problems: list[Problem] = []
     with wrong.gathered():
         problems.extend(_usable(template, key, env, faults, held_out=held_out))
@@ -170,7 +170,7 @@ def _assemble(
                     seen.add(question)
             elif left_out is not None:
                 left_out["held_out" if question in taken else "duplicates"] += 1
-        assembled += kept * repeats(template.source)
+        assembled += kept * count_repeats(template.source)
     return [dataclasses.replace(problem, index=index) for index, problem in enumerate(assembled)]
 
 

@@ -276,10 +276,10 @@ class GroupBuilder:
             key, name = self._config.tokenizer
             roles = ", ".join(message["role"] for message in problem.messages)
             raise ConfigError(
-                f"the chat template of {name} ({key}) refuses {_prompt_of(problem)}, with messages of {roles}: {error}; correct the data, "
-                "policy.tokenizer.chat_template or policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
+                f"the chat template of {name} ({key}) refuses {_name_prompt(problem)}, with messages of {roles}: {error}; correct the "
+                "data, policy.tokenizer.chat_template or policy.tokenizer.chat_template_kwargs, or choose another tokenizer"
             ) from error
-        self._tokens.check(ids, self._tokenizer, _prompt_of(problem))
+        self._tokens.check(ids, self._tokenizer, _name_prompt(problem))
         return ids
 
     def _apply_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
@@ -312,7 +312,7 @@ class GroupBuilder:
     def _too_long(self, problem: Problem, length: int) -> str | None:
         """Return why a prompt of `length` tokens does not fit, or None if it does."""
         context, limit = self._config.policy.max_total_sequence_length, self._config.data.max_input_seq_length
-        where = f"{_prompt_of(problem)} has {length} tokens"
+        where = f"{_name_prompt(problem)} has {length} tokens"
         if limit is not None and length > limit:
             return f"{where}, more than data.max_input_seq_length {limit}"
         if length >= context:
@@ -320,7 +320,7 @@ class GroupBuilder:
         return None
 
 
-def _prompt_of(problem: Problem) -> str:
+def _name_prompt(problem: Problem) -> str:
     """Name the prompt, and its row if it comes from a file."""
     row = "" if problem.row is None else f" ({problem.row[0]}:{problem.row[1]})"
     return f"the prompt of {problem.task_name} problem {problem.index}{row}"

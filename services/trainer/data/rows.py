@@ -60,7 +60,7 @@ class Columns(NamedTuple):
     whose: str | None = None
 
 
-def columns_of(row: Mapping[str, Any], input_key: str, output_key: str | None) -> Columns:
+def find_columns(row: Mapping[str, Any], input_key: str, output_key: str | None) -> Columns:
     """Return the columns of a data set from its first row. It is in the form of TRL or verl if it has `prompt` where `input_key` and
     `output_key`, at their defaults, are not in the row."""
     no_answer = output_key == "output" and "output" not in row

@@ -100,24 +100,24 @@ def read(
     `env` are the run's environments. Raises `ConfigError` naming `key`, the value and the remedy for a source that can't be read.
     """
     if on_the_hub(source) or (source.data_path is not None and Path(source.data_path).is_dir()):
-        return _hub(source, key, faults)
+        return _read_hub(source, key, faults)
     if source.data_path is not None:
-        return _file(source, key, faults)
+        return _read_file(source, key, faults)
     if source.dataset_name == "arithmetic":
-        return _numbered(_arithmetic(source, key, held_out), key)
+        return _number(_arithmetic(source, key, held_out), key)
     if source.dataset_name == "reasoning_gym":
-        return _numbered(_reasoning_gym(source, key), key)
+        return _number(_reasoning_gym(source, key), key)
     if source.dataset_name == "verifiers":
-        return _numbered(_verifiers(source, env), key)
+        return _number(_verifiers(source, env), key)
     if source.dataset_name is not None:
-        return _own(source, key, faults)
+        return _read_own(source, key, faults)
     raise ConfigError(
         f"{key}: give dataset_name (arithmetic, reasoning_gym, verifiers, {', '.join(HUB_DATASETS)}, FILE.py:NAME) or data_path (a JSONL "
         "or Parquet file, a folder, or owner/name of a data set on the Hugging Face Hub)"
     )
 
 
-def faults_of(source: DataSourceConfig, key: str) -> Faults:
+def make_faults(source: DataSourceConfig, key: str) -> Faults:
     """Return where the rows of `source` go that can't be used."""
     if source.data_path is not None and Path(source.data_path).is_file():
         return Faults(key, "data_path", "correct or remove the line")
@@ -126,17 +126,17 @@ def faults_of(source: DataSourceConfig, key: str) -> Faults:
     return Faults(key, "dataset_name" if source.dataset_name else "data_path", f"choose another, {_AS_JSONL}")
 
 
-def _numbered(problems: Iterable[Problem], key: str) -> Iterator[tuple[str, Problem]]:
+def _number(problems: Iterable[Problem], key: str) -> Iterator[tuple[str, Problem]]:
     for number, problem in enumerate(problems):
         yield f"{key}: problem {number} of {problem.task_name}", problem
 
 
-def repeats(source: DataSourceConfig) -> int:
+def count_repeats(source: DataSourceConfig) -> int:
     """Return how many times each problem of `source` occurs."""
     return source.repeat or _hub_dataset(source).repeat
 
 
-def _problem(
+def _make_problem(
     source: DataSourceConfig, question: Any, info: dict[str, Any], task: str, field: str | None = None
 ) -> Problem:
     """Make the problem with `question`, text or a list of messages, which is in `field` (null: `input_key`). Raises `BadRow`."""
@@ -166,7 +166,7 @@ def _arithmetic(source: DataSourceConfig, key: str, held_out: bool) -> Iterator[
     rng = random.Random(source.seed)
     pairs = arithmetic.validation_pairs(digits, rng) if held_out else arithmetic.training_pairs(digits, rng)
     for pair in islice(pairs, source.size):
-        yield _problem(source, arithmetic.text(pair), {"answer": arithmetic.answer(pair)}, "arithmetic")
+        yield _make_problem(source, arithmetic.text(pair), {"answer": arithmetic.answer(pair)}, "arithmetic")
 
 
 def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
@@ -188,7 +188,7 @@ def _reasoning_gym(source: DataSourceConfig, key: str) -> Iterator[Problem]:
             info = {"task": task, "task_config": source.task_config, "entry": to_json(entry, "entry")}
         except CodecError as error:
             raise ConfigError(f"{key}.task {task}: {error}; choose another task") from error
-        yield _problem(source, entry["question"], info, task)
+        yield _make_problem(source, entry["question"], info, task)
 
 
 def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterator[Problem]:
@@ -197,34 +197,34 @@ def _verifiers(source: DataSourceConfig, env: Mapping[str, EnvConfig]) -> Iterat
     played = env[name]
     assert isinstance(played, VerifiersConfig)
     for row in program.tasks(name, played, source.task_config, source.size):
-        problem = _problem(source, row["messages"], {"task": row["task"]}, played.verifiers["taskset"]["id"])
+        problem = _make_problem(source, row["messages"], {"task": row["task"]}, played.verifiers["taskset"]["id"])
         yield dataclasses.replace(problem, key=row["task"]["key"])
 
 
-def _file(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
+def _read_file(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
     """Yield one problem per row: `input_key` is text or messages, `output_key` the answer. Other fields go to the environment."""
     path, process = Path(source.data_path or ""), _processor(source, key)
     columns: rows.Columns | None = None
     for where, number, row in rows.file_rows(path, key, faults):
         try:
             processed = process(row)
-            columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
-            problem = _problem_of_row(processed, columns, source, path.stem)
+            columns = columns or rows.find_columns(processed, source.input_key, source.output_key)
+            problem = _make_from_row(processed, columns, source, path.stem)
         except BadRow as error:
             faults.add(where, error)
         else:
             yield where, dataclasses.replace(problem, row=(str(path), number))
 
 
-def _own(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
+def _read_own(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
     name, process = source.dataset_name or "", _processor(source, key)
     task = name.rpartition(":")[2].rpartition(".")[2]
     columns: rows.Columns | None = None
     for where, row in rows.own_rows(name, source.task_config, f"{key}.dataset_name", faults):
         try:
             processed = process(row)
-            columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
-            yield where, _problem_of_row(processed, columns, source, task)
+            columns = columns or rows.find_columns(processed, source.input_key, source.output_key)
+            yield where, _make_from_row(processed, columns, source, task)
         except BadRow as error:
             faults.add(where, error)
 
@@ -236,7 +236,7 @@ def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any]],
     return rows.processor(source.processor, f"{key}.processor")
 
 
-def _problem_of_row(row: dict[str, Any], columns: rows.Columns, source: DataSourceConfig, task_name: str) -> Problem:
+def _make_from_row(row: dict[str, Any], columns: rows.Columns, source: DataSourceConfig, task_name: str) -> Problem:
     """Make the problem of a row. Raises `BadRow`."""
     question, info, answer = _field(row, columns.question, "input_key"), dict(row), None
     if columns.whose is None or not isinstance(question, str):
@@ -252,7 +252,7 @@ def _problem_of_row(row: dict[str, Any], columns: rows.Columns, source: DataSour
     if answer is not None:
         info["answer"] = answer
     rows.check_carried({columns.question: question, **info})
-    return _problem(source, question, info, task_name, columns.question)
+    return _make_problem(source, question, info, task_name, columns.question)
 
 
 def describe_columns(source: DataSourceConfig, key: str) -> Iterator[str]:
@@ -260,9 +260,9 @@ def describe_columns(source: DataSourceConfig, key: str) -> Iterator[str]:
     if source.data_path is None or on_the_hub(source) or not Path(source.data_path).is_file():
         return
     process = _processor(source, key)
-    for _, _, row in rows.file_rows(Path(source.data_path), key, faults_of(source, key)):
+    for _, _, row in rows.file_rows(Path(source.data_path), key, make_faults(source, key)):
         processed = process(row)
-        columns = rows.columns_of(processed, source.input_key, source.output_key)
+        columns = rows.find_columns(processed, source.input_key, source.output_key)
         if columns.whose is not None:
             others = ", ".join(name for name in processed if name != columns.question) or "no other column"
             answer = f"; {columns.answer} is the answer" if columns.answer else ""
@@ -305,7 +305,7 @@ def _hub_dataset(source: DataSourceConfig) -> HubDataset:
     return HubDataset(source.data_path or "", source.input_key, source.output_key)
 
 
-def _hub(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
+def _read_hub(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[str, Problem]]:
     known, process = _hub_dataset(source), _processor(source, key)
     columns: rows.Columns | None = None
     is_known = source.dataset_name in HUB_DATASETS
@@ -315,16 +315,16 @@ def _hub(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tuple[s
             where = f"{key}: row {number} of {known.path}"
             try:
                 processed = process(row)
-                columns = columns or rows.columns_of(processed, source.input_key, source.output_key)
+                columns = columns or rows.find_columns(processed, source.input_key, source.output_key)
                 if source.processor is not None or (columns.whose is not None and not is_known):
-                    yield where, _problem_of_row(processed, columns, source, task)
+                    yield where, _make_from_row(processed, columns, source, task)
                 else:
-                    yield where, _problem_of_hub_row(row, known, source, task)
+                    yield where, _make_from_hub_row(row, known, source, task)
             except BadRow as error:
                 faults.add(where, error)
 
 
-def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
+def _make_from_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
     """Make the problem of a row. The environment gets only the answer. Raises `BadRow`."""
     if known.shape is not None:
         row = known.shape(row)
@@ -339,7 +339,7 @@ def _problem_of_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataS
         answer = answer.rpartition(known.after)[2].strip()
     info = {} if answer is None else {"answer": answer}
     rows.check_carried({known.question: question, **info})
-    return _problem(source, question, info, task_name)
+    return _make_problem(source, question, info, task_name)
 
 
 def _load_hub_dataset(path: str, subset: str | None, split: str, key: str) -> Any:

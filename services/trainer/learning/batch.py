@@ -64,8 +64,7 @@ class Batch:
 
     Columns [N] that a step adds; None until then, or if the configuration doesn't need them:
     - `old_logprobs` (float32), the trainer's at the start of the step; -inf where top-k or top-p leaves a token out, NaN in a trajectory
-      that
-      needed no pass
+      that needed no pass
     - `old_logprobs_unfiltered` (float32), the same before top-k and top-p
     - `ref_logprobs` of the reference policy, `teacher_logprobs` of the teacher, `values` of the value model before each token (all float32)
     - `advantages`, and `returns` for the value model (float64)

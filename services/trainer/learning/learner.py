@@ -1,8 +1,9 @@
 """The state of a trainer rank: the models, their optimizers and the run's counters. `step.train_step` trains it.
 
-There is one `Learner` per rank. With several ranks every method is a collective. Weights leave the learner only between trainer steps, so a
-step is visible from outside completely or not at all. A step that fails half-way leaves the learner `broken`. A copy of weights and moments
-from the start of each step would take three times the model's memory, only to save a process that has to end anyway.
+There is one `Learner` per rank. With several ranks every method is a collective. Weights leave the rank only between trainer steps, so a
+step is visible from outside completely or not at all. A step that fails half-way leaves the learner `broken`, and its rank refuses every
+command that needs it. A copy of weights and moments from the start of each step would take three times the model's memory, only to save a
+process that has to end anyway.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from headrace.base.errors import ServiceError
 from headrace.config import Config, threads
@@ -112,11 +111,6 @@ class Learner:
         return self.counters.current_step
 
     @property
-    def vocab_size(self) -> int:
-        """The number of rows of the model's embedding. Token ids are in [0, vocab_size)."""
-        return self.policy.vocab_size
-
-    @property
     def value_packing(self) -> Packing:
         """The packing of the value model: the policy's, except for the size of a micro-batch."""
         packing, size = Packing.of(self.config.policy, training=True), self.config.value.train_micro_batch_size
@@ -125,7 +119,6 @@ class Learner:
     def probe(self, token_ids: Int32) -> Float32:
         """Return log-probabilities [L - 1] of `token_ids[1:]`, each given the tokens before it, at temperature 1, under the current
         weights."""
-        self.refuse_if_broken()
         with torch.no_grad():
             rows = PackedRows.of_tokens(token_ids).to(self.policy.device)
             return self.policy.forward(rows, LogitsWarper()).logprobs.cpu().numpy()
@@ -168,17 +161,6 @@ class Learner:
             return None
         return np.array([readings[0] for readings in watch.sketches], dtype=np.float32)
 
-    def weight_metadata(self, *, adapter_alone: bool = False) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Return the name in a Hugging Face checkpoint, dtype and full shape of every weight, in the order of `iter_weights`."""
-        return [(name, "float32", shape) for name, shape in self.policy.weight_shapes(adapter_alone=adapter_alone)]
-
-    def iter_weights(
-        self, gathered_in: torch.dtype = torch.float32, *, adapter_alone: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight (`PolicyModel.weights`) once, unsharded. All ranks must run the iterator to its end."""
-        self.refuse_if_broken()
-        return self.policy.weights(gathered_in, adapter_alone=adapter_alone)
-
     def snapshot(self) -> Write:
         """Copy what this rank writes of a checkpoint to host memory: `policy/` (a Hugging Face checkpoint with its tokenizer and adapter),
         `value/` if there is a value model, and `training/`. The copy is complete once this returns.
@@ -186,7 +168,6 @@ class Learner:
         The result writes it to a folder that exists, the same for all ranks of a host. No training changes the copy, so a thread may write
         it meanwhile. It raises `ServiceError` if the folder can't be written.
         """
-        self.refuse_if_broken()
         parts = {"policy": self.policy.snapshot()}
         if self.value is not None:
             parts["value"] = self.value.snapshot()
@@ -247,10 +228,6 @@ class Learner:
     @property
     def _models(self) -> dict[str, Any]:
         return {"policy": self.policy.model} | ({} if self.value is None else {"value": self.value.root.model})
-
-    def refuse_if_broken(self) -> None:
-        if self.broken is not None:
-            raise ServiceError(self.broken)
 
     @property
     def _optimizers(self) -> dict[str, ModelOptimizer]:

@@ -58,7 +58,7 @@ class LearningRate:
 
     def __init__(self, base: float, schedule: Sequence[SchedulerConfig], section: str) -> None:
         """Raises `ServiceError` naming `section` for arguments that torch refuses."""
-        self._steps = 0
+        self.steps = 0
         self._carrier = optim.SGD([torch.zeros(1)], base)  # torch's schedulers need an optimizer
         self._scheduler: lr_scheduler.LRScheduler | None = None
         named = [item for item in schedule if item.name is not None]
@@ -78,13 +78,9 @@ class LearningRate:
     def value(self) -> float:
         return float(self._carrier.param_groups[0]["lr"])
 
-    @property
-    def steps(self) -> int:
-        return self._steps
-
     def advance(self, steps: int = 1) -> None:
         for _ in range(steps):
-            self._steps += 1
+            self.steps += 1
             if self._scheduler is not None:
                 with _quiet():
                     self._carrier.step()
@@ -92,7 +88,8 @@ class LearningRate:
 
 
 class ModelOptimizer:
-    """The optimizer of one model. With several ranks every method is a collective."""
+    """The optimizer of one model. With several ranks every method is a collective. The learning rate advances by one after a trainer step
+    (or an epoch) that trained the model."""
 
     def __init__(
         self,
@@ -108,14 +105,9 @@ class ModelOptimizer:
         self._schedule = schedule
         self.section = section
         self._max_grad_norm = max_grad_norm
-        self._rate = LearningRate(settings.kwargs.lr, schedule, section)
+        self.rate = LearningRate(settings.kwargs.lr, schedule, section)
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._optimizer = CLASSES[settings.name](self._trained.values(), **self._arguments())
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next optimizer step."""
-        return self._rate.value
 
     def grad_norm(self) -> float:
         """2-norm of all gradients together, before they are clipped."""
@@ -126,22 +118,13 @@ class ModelOptimizer:
         """Clip the gradients, whose 2-norm is `grad_norm`, to `max_grad_norm`. Take one optimizer step. Drop the gradients."""
         torch.nn.utils.clip_grads_with_norm_(self._trained.values(), self._max_grad_norm, torch.tensor(grad_norm))
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate.value
+            group["lr"] = self.rate.value
         self._optimizer.step()
         self.zero_grad()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self._optimizer.zero_grad()
-
-    def advance_schedule(self) -> None:
-        """Advance the learning rate schedule by one, after a trainer step (or an epoch) that trained this model."""
-        self._rate.advance()
-
-    @property
-    def scheduled(self) -> int:
-        """The number of times the schedule advanced."""
-        return self._rate.steps
 
     def moments(self) -> dict[str, Tensor]:
         """Return this rank's part of the optimizer's state, by `<parameter>/<moment>`. It is empty before the first optimizer step."""
@@ -176,8 +159,8 @@ class ModelOptimizer:
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
         for group in self._optimizer.param_groups:
             group.update(self._arguments())
-        self._rate = LearningRate(self._settings.kwargs.lr, self._schedule, self.section)
-        self._rate.advance(scheduled)
+        self.rate = LearningRate(self._settings.kwargs.lr, self._schedule, self.section)
+        self.rate.advance(scheduled)
 
     def _arguments(self) -> dict[str, Any]:
         arguments = self._settings.kwargs.model_dump()
@@ -227,7 +210,7 @@ def snapshot_training(counters: Mapping[str, int], optimizers: Mapping[str, Mode
         ((f"{name}/{key}", tensor) for name, tensors in held.items() for key, tensor in tensors.items()),
         keep=shard.writes,
     )
-    trained = {name: ModelState(optimizer.scheduled, bool(held[name])) for name, optimizer in optimizers.items()}
+    trained = {name: ModelState(optimizer.rate.steps, bool(held[name])) for name, optimizer in optimizers.items()}
     state = TrainingState(shard.count, dict(counters), trained)
 
     def write(folder: Path) -> None:

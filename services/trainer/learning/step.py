@@ -53,7 +53,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
 
     Raises `BatchRejected` naming the trajectories that can't be trained on, and `ServiceError` naming those whose loss or gradient is not
     finite. Weights, optimizers and counters are then unchanged. If that happens after the first optimizer step of a trainer step, the
-    weights belong to no version: the learner is then `broken` and refuses to continue, and the run resumes from its last checkpoint.
+    weights belong to no version: the learner is then `broken`, its rank refuses it, and the run resumes from its last checkpoint.
     """
     config, ranks, policy, value = learner.config, learner.ranks, learner.policy, learner.value
     algorithm, step = config.algorithm, learner.version
@@ -61,7 +61,6 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
     mini_batches, epochs = batch.mini_batches(config.policy_batch), algorithm.policy_epochs(step)
     seconds = learner.seconds = {}
     learner.work = None
-    learner.refuse_if_broken()
     _check(learner, batch)
 
     # 1. Rewards, scaled and shaped.
@@ -154,7 +153,7 @@ def train_step(learner: Learner, batch: Batch) -> dict[str, float]:
                 taken.append(now)
                 after_step()
             if algorithm.schedule_counts_epochs or epoch == epochs - 1:
-                optimizer.advance_schedule()
+                optimizer.rate.advance()
         return _summary(taken[first:])
 
     if value is not None and learner.value_optimizer is not None:
@@ -268,7 +267,7 @@ class OptimizerStep:
             combined([part.minima for part in parts], lambda table: table.amin(0)),
             combined([part.maxima for part in parts], lambda table: table.amax(0)),
         )
-        return cls(*ranks.combine(*own), optimizer.grad_norm(), optimizer.lr)
+        return cls(*ranks.combine(*own), optimizer.grad_norm(), optimizer.rate.value)
 
     @property
     def is_finite(self) -> bool:
@@ -319,7 +318,7 @@ def _check(learner: Learner, batch: Batch) -> None:
         raise ValueError("this batch has been through a trainer step already; make a new one with Batch.of")
     generations = learner.config.algorithm.num_generations_per_prompt
     longest, chained = learner.config.policy.max_total_sequence_length, learner.config.needs_one_path
-    vocabulary = learner.vocab_size  # reading it from the model's configuration costs as much as a check
+    vocabulary = learner.policy.vocab_size  # reading it from the model's configuration costs as much as a check
     found: dict[str, str] = {}
     for i, trajectory in enumerate(batch.trajectories):
         problem = batch.find_problem(i, vocabulary, longest)

@@ -30,7 +30,14 @@ from headrace.base.devices import SHARES, DeviceMemory, Site
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.memory.models import NotPlanned, micro_batch, models_of, packs, to_download, width_of
+from headrace_services.trainer.memory.models import (
+    NotPlanned,
+    count_bytes,
+    list_models,
+    micro_batch,
+    packs,
+    to_download,
+)
 from headrace_services.trainer.memory.parts import (
     CONTEXT,
     CUDA_PART,
@@ -40,8 +47,8 @@ from headrace_services.trainer.memory.parts import (
     REPLICA_REFIT,
     Parts,
     activations,
-    cache_of_token,
-    cached_tokens,
+    count_cached_tokens,
+    count_token_cache,
     replica_memory,
     total,
     trainer_phases,
@@ -115,7 +122,7 @@ class Verdict:
 def judge(config: Config, site: Site) -> Verdict:
     """Compare what `config` needs with the devices of `site`. Raises `ServiceError` if the configuration of a model can't be read."""
     try:
-        if problem := _not_sharded(config, site):
+        if problem := _find_sharding_problem(config, site):
             return Verdict(problem)
         shares, uses = _uses(config, site)
     except NotPlanned as error:
@@ -124,7 +131,7 @@ def judge(config: Config, site: Site) -> Verdict:
     if not over:
         return Verdict(shares=shares)
     found = smallest_change(config, site)
-    change = None if found is None else tuple(f"{key}={_written(value)}" for key, value in found.items())
+    change = None if found is None else tuple(f"{key}={_write_value(value)}" for key, value in found.items())
     said = "; ".join(map(str, over))
     remedy = (
         "No change that is tried makes it fit (docs/memory.md): lower what is largest here, take GPUs with more memory, or a smaller model"
@@ -136,12 +143,12 @@ def judge(config: Config, site: Site) -> Verdict:
     return Verdict(None, change, shares, (f"{said}. That is within the error of the plan, so it may fit. {remedy}",))
 
 
-def _not_sharded(config: Config, site: Site) -> str | None:
+def _find_sharding_problem(config: Config, site: Site) -> str | None:
     """Return why vLLM can't divide the model among the GPUs of a replica; None if it can."""
     parallel = config.policy.generation.vllm_cfg.tensor_parallel_size
     if site.replica is None or parallel == 1:
         return None
-    size = models_of(config)["policy"].size
+    size = list_models(config)["policy"].size
     if size.can_be_sharded(parallel):
         return None
     possible = ", ".join(str(count) for count in range(1, size.heads + 1) if size.can_be_sharded(count))
@@ -152,7 +159,7 @@ def fits(config: Config, site: Site) -> bool:
     return all(use.over <= 0 for use in _uses(config, site)[1])
 
 
-def _written(value: Any) -> str:
+def _write_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else f"{value}"
 
 
@@ -161,7 +168,7 @@ def _written(value: Any) -> str:
 
 def phases(config: Config, site: Site) -> dict[str, Parts]:
     """Return what the trainer takes on each of its GPUs, by phase and part."""
-    found = models_of(config)
+    found = list_models(config)
     ranks, within = config.trainer.num_processes, config.trainer.shard_within_host
     hosts = -(-ranks // site.gpus_per_host)
     steps = -(-config.algorithm.batch_size // config.policy_batch) * config.algorithm.policy_epochs(
@@ -182,7 +189,7 @@ def phases(config: Config, site: Site) -> dict[str, Parts]:
 
 
 def _replica_width(config: Config) -> int:
-    return width_of(config.policy.rollout_precision[1])
+    return count_bytes(config.policy.rollout_precision[1])
 
 
 def _share(config: Config) -> float:
@@ -198,7 +205,7 @@ def replica(config: Config, memory: int, share: float) -> Parts:
     assert engine.max_num_batched_tokens is not None  # it has a default on a GPU
     assert engine.max_num_seqs is not None
     return replica_memory(
-        models_of(config)["policy"].size,
+        list_models(config)["policy"].size,
         _replica_width(config),
         engine.tensor_parallel_size,
         engine.kv_cache_memory_bytes,
@@ -213,8 +220,8 @@ def replica(config: Config, memory: int, share: float) -> Parts:
 def _least(config: Config, parts: Parts) -> Parts:
     """Return a replica's parts with the smallest KV cache with which vLLM starts: for one sequence of the longest length."""
     engine = config.policy.generation.vllm_cfg
-    size = models_of(config)["policy"].size
-    token = cache_of_token(size, _replica_width(config), engine.tensor_parallel_size)
+    size = list_models(config)["policy"].size
+    token = count_token_cache(size, _replica_width(config), engine.tensor_parallel_size)
     return parts | {KV_CACHE: math.ceil(config.policy.max_total_sequence_length * token)}
 
 
@@ -222,7 +229,7 @@ def _uses(config: Config, site: Site) -> tuple[tuple[float, float] | None, list[
     """Return the shares of a shared device, and what each side takes of its own."""
     trainer = _trainer_use(config, site) if site.trainer else None
     if site.shared and trainer is not None:
-        return _shared(config, site, trainer)
+        return _share_device(config, site, trainer)
     uses = [] if trainer is None else [trainer]
     if site.replica is not None:
         share = _share(config)
@@ -249,7 +256,7 @@ def _replica_use(config: Config, device: DeviceMemory, share: float, free: int) 
     return Use("a replica", "", parts, room, device)
 
 
-def _shared(config: Config, site: Site, trainer: Use) -> tuple[tuple[float, float], list[Use]]:
+def _share_device(config: Config, site: Site, trainer: Use) -> tuple[tuple[float, float], list[Use]]:
     """Return the shares of the device that both sides share, and what each takes of its own. A share that is not configured is the usual
     one if both sides fit so, and otherwise what the trainer needs, and for the replica the rest."""
     device = trainer.device
@@ -285,15 +292,15 @@ def _rest(config: Config, trainer: Use, fraction: float) -> float:
 # -- changes
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a copy of `config` with the `changes`."""
     for key, value in changes.items():
-        config = _changed(config, key.split("."), value)
+        config = _apply_change(config, key.split("."), value)
     return config
 
 
-def _changed(section: Any, keys: list[str], value: Any) -> Any:
-    new = value if len(keys) == 1 else _changed(getattr(section, keys[0]), keys[1:], value)
+def _apply_change(section: Any, keys: list[str], value: Any) -> Any:
+    new = value if len(keys) == 1 else _apply_change(getattr(section, keys[0]), keys[1:], value)
     return section.model_copy(update={keys[0]: new})
 
 
@@ -302,22 +309,22 @@ def smallest_change(config: Config, site: Site) -> Changes | None:
 
     def enough(changes: Changes) -> bool:
         try:
-            return fits(changed(config, changes), site)
+            return fits(apply_changes(config, changes), site)
         except ServiceError:  # a model without layers for an adapter
             return False
 
-    def completed(changes: Changes) -> Changes | None:
+    def complete(changes: Changes) -> Changes | None:
         """Return the `changes`, with other shares if these are needed too; None if they are not enough."""
-        with_shares = (changes | change for change in other_shares(changed(config, changes), site))
+        with_shares = (changes | change for change in other_shares(apply_changes(config, changes), site))
         return next((each for each in (changes, *with_shares) if enough(each)), None)
 
     def first(step: Step, before: Changes) -> Changes | None:
         """Return the first change of `step`, made after those `before`, with which it fits, without what it doesn't need."""
-        every = (completed(before | change) for change in step(changed(config, before), site))
+        every = (complete(before | change) for change in step(apply_changes(config, before), site))
         found = next((each for each in every if each is not None), None)
-        return None if found is None else _needed(found, enough)
+        return None if found is None else _drop_unneeded(found, enough)
 
-    if (found := completed({})) is not None:
+    if (found := complete({})) is not None:
         return found
     for step in STEPS:
         if (found := first(step, {})) is not None:
@@ -326,11 +333,11 @@ def smallest_change(config: Config, site: Site) -> Changes | None:
     for step in STEPS:
         if (found := first(step, made)) is not None:
             return found
-        made |= next(reversed(list(step(changed(config, made), site))), {})
+        made |= next(reversed(list(step(apply_changes(config, made), site))), {})
     return None
 
 
-def _needed(changes: Changes, enough: Callable[[Changes], bool]) -> Changes:
+def _drop_unneeded(changes: Changes, enough: Callable[[Changes], bool]) -> Changes:
     """Return the `changes` without those that aren't needed; what costs least is kept longest. Numbers of GPUs belong together."""
     for key in reversed(list(changes)):
         left = {other: value for other, value in changes.items() if other != key}
@@ -345,7 +352,7 @@ def other_shares(config: Config, site: Site) -> Iterator[Changes]:
     if site.shared and site.trainer is not None:
         if fraction is None and engine.gpu_memory_utilization is None and engine.kv_cache_memory_bytes is None:
             return  # they are found
-        free = changed(config, {SHARE: None, UTILIZATION: None, _CACHE: None})
+        free = apply_changes(config, {SHARE: None, UTILIZATION: None, _CACHE: None})
         found, _ = _uses(free, site)
         if found is not None:
             cache = {_CACHE: None} if engine.kv_cache_memory_bytes is not None else {}
@@ -403,7 +410,7 @@ def larger_replicas(config: Config, site: Site) -> Iterator[Changes]:
     """Yield replicas of more GPUs each, as many as there are GPUs for."""
     if site.replica is None or site.shared:
         return
-    size = models_of(config)["policy"].size
+    size = list_models(config)["policy"].size
     parallel = config.policy.generation.vllm_cfg.tensor_parallel_size
     ranks = config.trainer.num_processes if site.trainer else 0
     while (room := site.replicas_beside(ranks, parallel := 2 * parallel)) and size.can_be_sharded(parallel):
@@ -417,7 +424,7 @@ def more_ranks(config: Config, site: Site) -> Iterator[Changes]:
         return
     now, parallel = config.trainer.num_processes, config.policy.generation.vllm_cfg.tensor_parallel_size
     taken = parallel if site.replica is not None else 0
-    experts = {shape[0] for model in models_of(config).values() for shape in model.size.shapes if len(shape) == 3}
+    experts = {shape[0] for model in list_models(config).values() for shape in model.size.shapes if len(shape) == 3}
     for ranks in range(now + 1, site.gpus - taken + 1):
         if ranks % -(-ranks // site.gpus_per_host):
             continue  # hosts have equally many
@@ -461,10 +468,10 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        policy = models_of(self.config)["policy"]
+        policy = list_models(self.config)["policy"]
         tokens = micro_batch(self.config.policy, training=True)
         parallel = self.config.policy.generation.vllm_cfg.tensor_parallel_size
-        cached = cached_tokens(policy.size, _replica_width(self.config), parallel, self.replica[KV_CACHE])
+        cached = count_cached_tokens(policy.size, _replica_width(self.config), parallel, self.replica[KV_CACHE])
         # of the version that is in the store, to compare with, and of the next (`control.offers`)
         copies = 2 * policy.size.parameters * _replica_width(self.config)
         offered = [
@@ -489,7 +496,7 @@ class Plan:
 
 def plan(config: Config, site: Site, ranks: int | None = None) -> Plan:
     """Plan the run for the devices of `site`, with so many `ranks` of the trainer (None: `trainer.num_processes`)."""
-    return Plan(config if ranks is None else changed(config, {_RANKS: ranks}), site)
+    return Plan(config if ranks is None else apply_changes(config, {_RANKS: ranks}), site)
 
 
 def check_device(config: Config, ranks: int, on_host: int) -> None:
@@ -507,7 +514,7 @@ def check_device(config: Config, ranks: int, on_host: int) -> None:
     name = torch.cuda.get_device_name()
     # this process has its context already
     device = DeviceMemory(f"{name} ({size / GIB:.0f} GiB)", size, min(size, free + CONTEXT))
-    verdict = judge(changed(config, {_RANKS: ranks}), Site(device, None, ranks, on_host))
+    verdict = judge(apply_changes(config, {_RANKS: ranks}), Site(device, None, ranks, on_host))
     for warning in verdict.warnings:
         log.warning("%s", warning)
     if verdict.problem is not None:

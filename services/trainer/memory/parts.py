@@ -230,11 +230,11 @@ def replica_memory(
     return parts
 
 
-def cache_of_token(size: ModelSize, width: int, parallel: int) -> float:
+def count_token_cache(size: ModelSize, width: int, parallel: int) -> float:
     """Return the bytes of a token's keys and values on each of `parallel` GPUs."""
     return 2 * len(size.layers) * size.key * width / parallel
 
 
-def cached_tokens(size: ModelSize, width: int, parallel: int, cache: int) -> int:
+def count_cached_tokens(size: ModelSize, width: int, parallel: int, cache: int) -> int:
     """Return how many tokens' keys and values fit into `cache` bytes on each of `parallel` GPUs."""
-    return int(cache // cache_of_token(size, width, parallel))
+    return int(cache // count_token_cache(size, width, parallel))

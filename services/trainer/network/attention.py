@@ -56,13 +56,18 @@ def prepare_attention(model: Any, policy: PolicyConfig) -> None:
     model.set_attn_implementation(TREE_ATTENTION)
 
 
+def caps_attention(config: Any) -> bool:
+    """Whether the model caps the logits of its attention softly (Gemma 2)."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def _problem(model: Any, allowed: set[str]) -> str | None:
     config = model.config.get_text_config()
     if model._is_stateful:
         return "carries a state from token to token"
     if not model._supports_attention_backend:
         return "has its own attention implementation, which takes no mask"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    if caps_attention(config):
         return "caps the logits of its attention, which needs eager attention"
     if config._attn_implementation not in ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"):
         return f"runs {config._attn_implementation} attention"

@@ -57,7 +57,7 @@ from headrace_services.trainer.distributed.sharding import (
     shards_alone,
 )
 from headrace_services.trainer.network.adapter import Adapter
-from headrace_services.trainer.network.attention import attention_arguments
+from headrace_services.trainer.network.attention import attention_arguments, caps_attention
 from headrace_services.trainer.network.packing import PackedRows
 
 # Writes the copy of a model to a folder. Any thread may call it.
@@ -115,13 +115,14 @@ def load_model(
     else:
         with _loading(key, name, what):
             model = auto.from_pretrained(name, dtype=torch.float32, **_settings(name, overrides))
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    text = model.config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
     if context is not None and config.policy.max_total_sequence_length > context:
         raise ServiceError(
             f"policy.max_total_sequence_length {config.policy.max_total_sequence_length} is more than the {context} "
             f"positions of {name!r}; set it to {context} or less"
         )
-    if caps_attention(model.config) and model.config.get_text_config()._attn_implementation == "sdpa":
+    if caps_attention(text) and text._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # SDPA ignores the cap without a word
     return model.eval()
 
@@ -130,7 +131,13 @@ def load_on_meta(auto: Any, key: str, name: str, what: str, overrides: Mapping[s
     """Make the model that `load_model` loads on the meta device, from its configuration alone. Raises `ServiceError` if it can't be
     made."""
     with _loading(key, name, what):
-        return on_meta(auto, name, dtype=torch.float32, **_settings(name, overrides))
+        config = _settings(name, overrides).get("config") or AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=torch.float32)
+        if model.can_generate():
+            with contextlib.suppress(OSError):  # a model may have none
+                model.generation_config = GenerationConfig.from_pretrained(name)
+        return model
 
 
 @contextlib.contextmanager
@@ -141,11 +148,6 @@ def _loading(key: str, name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # transformers, tokenizers and safetensors raise errors of any type
         raise cannot_load(key, name, what, error) from error
-
-
-def caps_attention(config: Any) -> bool:
-    """Whether the model caps the logits of its attention softly (Gemma 2)."""
-    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def _settings(name: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -365,19 +367,8 @@ def cannot_load(key: str, name: str, what: str, error: Exception) -> ServiceErro
 # -- models of several ranks --------------------------------------------------------------------------------------------
 
 
-def on_meta(auto: Any, name: str, *, dtype: torch.dtype, config: Any = None) -> Any:
-    """Make the model of `auto.from_pretrained` with the same arguments on the meta device. Raises `OSError` and `ValueError` as that
-    does."""
-    with torch.device("meta"):
-        model = auto.from_config(config or AutoConfig.from_pretrained(name), dtype=dtype)
-    if model.can_generate():
-        with contextlib.suppress(OSError):  # a model may have none
-            model.generation_config = GenerationConfig.from_pretrained(name)
-    return model
-
-
 def fill(model: Any, device: torch.device) -> None:
-    """Read this rank's part of the sharded `model`, made by `on_meta`, to `device`.
+    """Read this rank's part of the sharded `model`, made by `load_on_meta`, to `device`.
 
     Raises `ServiceError` if it has no safetensors files, if they can't be read or lack one of its weights, or if a rank would hold no
     expert.

@@ -150,6 +150,7 @@ class PolicyModel:
 
     @property
     def vocab_size(self) -> int:
+        """The number of rows of its embedding. Token ids are in [0, vocab_size)."""
         return int(self.model.config.get_text_config().vocab_size)
 
     @property

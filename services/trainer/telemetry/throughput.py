@@ -25,7 +25,6 @@ nothing computed twice. The count here is of what is computed:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import time
@@ -33,7 +32,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from headrace.config import Config
 from headrace_services.trainer.network.backbone import choose_device
@@ -161,10 +159,9 @@ class ThroughputMeter:
     chunked: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> ThroughputMeter:
-        """Make the meter for the run's model and this process's device. It blocks. Raises `ServiceError` without the configured GPU."""
-        overrides = copy.deepcopy(config.policy.hf_config_overrides)
-        model = AutoConfig.from_pretrained(config.policy.model_name, **overrides)
+    def of(cls, config: Config, model: Any) -> ThroughputMeter:
+        """Make the meter for the policy's `model`, a Hugging Face configuration, and this process's device. It blocks. Raises
+        `ServiceError` without the configured GPU."""
         device = choose_device(config.trainer.device)
         peak = find_peak(device, config.policy.precision)
         log.info("the device does %.3g TFLOP/s (%s)", peak.tflops, peak.source)

@@ -101,7 +101,7 @@ class TensorBoard:
         self.run_id = config.logger.tensorboard.log_dir or str(config.log_folder / "tensorboard")
         self._parameters = {
             key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for key, value in flat(parameters(config)).items()
+            for key, value in flatten(parameters(config)).items()
         }
         self._open()
 
@@ -219,7 +219,7 @@ class MLflowRun:
             self.run_id: str = run.info.run_id
             params = [
                 Param(_sanitize(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
-                for key, value in flat(parameters(config)).items()
+                for key, value in flatten(parameters(config)).items()
             ]
             for batch in _batches(params, MAX_PARAMS_TAGS_PER_BATCH):
                 self._client.log_batch(self.run_id, params=batch)
@@ -287,13 +287,13 @@ def parameters(config: Config) -> dict[str, Any]:
     return plain
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings and lists into dotted keys (`data.train.0.seed`)."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         inner = dict(enumerate(value)) if isinstance(value, list) else value
         if isinstance(inner, Mapping) and inner:
-            found |= flat({str(k): v for k, v in inner.items()}, f"{prefix}{key}.")
+            found |= flatten({str(k): v for k, v in inner.items()}, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found

@@ -23,7 +23,7 @@ from headrace_services.agents.gateway import Gateway, build_app
 from headrace_services.agents.program_starter import ProgramApi
 from headrace_services.agents.runner import EpisodeRunner
 from tests.support.buffer import make_group
-from tests.support.gateways import ToyReplica
+from tests.support.gateways import ToyReplica, plain
 from tests.support.toy_policy import END
 from tests.support.waiting import eventually
 
@@ -36,7 +36,9 @@ def scored(reward: float = 1.0) -> EpisodeOutcome:
 
 
 async def two_turns(episode: Episode) -> EpisodeOutcome:
-    async with openai.AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=episode.base_url, api_key=episode.api_key, max_retries=0, **plain()
+    ) as client:
         messages: list[Any] = list(episode.messages)
         for _ in range(2):
             answer = await client.chat.completions.create(model="policy", messages=messages)

@@ -18,7 +18,7 @@ import pytest
 from headrace.records.trajectory import Message
 from headrace_services.agents.session import SessionSummary
 from tests.support.faulty_way import FAULTS, Fault, faulty_way
-from tests.support.gateways import Open, open_episode
+from tests.support.gateways import Open, open_episode, plain
 from tests.support.own_python import own_python
 from tests.support.toy_policy import ToyPolicy
 from tests.support.toy_sessions import user
@@ -82,7 +82,7 @@ async def converse(ask: Callable[[list[Any]], Awaitable[Any]]) -> list[Message]:
 
 
 async def with_openai(base_url: str, api_key: str, stream: bool) -> list[Message]:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **PATIENT) as client:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **PATIENT, **plain()) as client:
 
         async def ask(messages: list[Any]) -> Any:
             if not stream:
@@ -115,7 +115,7 @@ async def with_openai_agents(base_url: str, api_key: str, stream: bool) -> list[
         assert json.loads(arguments) == {"at": 1, "in": [2]}
         return SEEN
 
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **PATIENT) as client:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **PATIENT, **plain()) as client:
         agent = agents.Agent(
             name="looker",
             instructions="Look around.",

@@ -103,11 +103,7 @@ async def test_a_hostile_program_gets_nothing_and_earns_nothing(
                 f"127.0.0.1:{port}", token=Credentials(credentials).make_token_source("agents"), keep_alive=True
             ) as channel,
         ):
-            told = {
-                "listens": f"127.0.0.1:{listens.getsockname()[1]}",
-                "hub": f"127.0.0.1:{port}",
-                "answer": "the key",
-            }
+            told = {"listens": f"127.0.0.1:{listens.getsockname()[1]}", "hub": f"127.0.0.1:{port}", "answer": "the key"}
             group = make_group(0, n=N, env_name="talk")
             group = msgspec.structs.replace(
                 group, extra_env_info=told, sampling=Sampling(1.0, 64, stop_token_ids=(END,))

@@ -26,17 +26,7 @@ TIMELINE, ONE, OTHER = "9f2c61d07be4a583", "5b1e07c2d9", "e4407a91fc"
 # What was trained at step 13, as the page shows it.
 ORIGINS = (
     Origin(0, 1, 6, (TokenRange(0, 6, ONE, 12),), "stop", "math", BUILD, 1.0, 0.866),
-    Origin(
-        1,
-        1,
-        5,
-        (TokenRange(0, 3, ONE, 12), TokenRange(3, 5, OTHER, 13)),
-        "stop",
-        "math",
-        BUILD,
-        0.0,
-        -0.866,
-    ),
+    Origin(1, 1, 5, (TokenRange(0, 3, ONE, 12), TokenRange(3, 5, OTHER, 13)), "stop", "math", BUILD, 0.0, -0.866),
 )
 
 

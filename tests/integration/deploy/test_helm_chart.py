@@ -371,9 +371,7 @@ def test_each_pod_has_its_own_secrets_alone(rendered: Callable[[str], list[Manif
                 assert names == {f"{RELEASE}-{component}-tls", f"{RELEASE}-{component}-credentials"}
 
 
-def test_credentials_that_write_to_the_store_are_the_trainers_alone(
-    rendered: Callable[[str], list[Manifest]],
-) -> None:
+def test_credentials_that_write_to_the_store_are_the_trainers_alone(rendered: Callable[[str], list[Manifest]]) -> None:
     sources = {
         component: [source["secretRef"]["name"] for source in template["spec"]["containers"][0].get("envFrom", ())]
         for component, template in by_component(rendered("given")).items()
@@ -491,10 +489,7 @@ def test_the_schema_has_every_value_of_the_chart() -> None:
 
 
 def test_whatever_a_release_is_called_its_names_are_valid(helm: Helm) -> None:
-    objects = helm.render(
-        merged(values_of("several nodes"), {"environments": MINE}),
-        "r" + ".x" * 10 + "-x" * 16,
-    )
+    objects = helm.render(merged(values_of("several nodes"), {"environments": MINE}), "r" + ".x" * 10 + "-x" * 16)
     assert manifests.names_are_valid_and_unique(objects) == []
     assert manifests.services_reach_pods(objects) == []
 

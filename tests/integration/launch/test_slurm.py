@@ -44,13 +44,7 @@ def test_a_job_trains_on_two_nodes(tmp_path: Path, tiny_model: Path, killed: str
         *([killed] if killed else []),
     ]
     kill = functools.partial(die_with_parent, signal.SIGKILL)
-    done = subprocess.run(
-        command,
-        cwd=runs.ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=kill,
-    )
+    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, preexec_fn=kill)
     logs = {log.name: log.read_text() for log in (tmp_path / "two" / "logs").glob("*.log")}
     assert done.returncode == 0, done.stderr + "\n".join(f"== {name}\n{text[-3000:]}" for name, text in logs.items())
     steps = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]

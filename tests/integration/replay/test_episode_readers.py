@@ -16,15 +16,7 @@ from headrace.replay import Limits, ReplayClient
 from headrace.run import export
 from headrace.run.samples import make_sample
 from headrace_services.trainer.learning.batch import check_invariants
-from tests.support.buffer import (
-    begin,
-    generate,
-    healthy_replica,
-    make_group,
-    make_trajectory,
-    reserve,
-    tighten,
-)
+from tests.support.buffer import begin, generate, healthy_replica, make_group, make_trajectory, reserve, tighten
 from tests.support.episodes import call, episode
 from tests.support.replay_service import config_of, serving
 

@@ -116,11 +116,7 @@ async def test_law_4_fencing_steps_are_reserved_and_committed_in_turn(replay: Re
     timeline = (await replay.state()).timeline
     await generate(replay, await begin(replay, 8))
     before = await contents(replay)
-    for call in (
-        replay.reserve(1, timeline),
-        replay.commit(1, timeline),
-        replay.rewind(1, nonce()),
-    ):
+    for call in (replay.reserve(1, timeline), replay.commit(1, timeline), replay.rewind(1, nonce())):
         with pytest.raises(WrongStep):
             await call
     assert await contents(replay) == before

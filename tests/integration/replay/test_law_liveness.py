@@ -134,8 +134,13 @@ async def test_law_6_liveness_a_silent_scorers_work_goes_on_uncharged(replay: Re
 async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient, limits: Limits) -> None:
     lease = await lease_one(replay)
     await push_all(replay, lease)
-    await tighten(replay, limits, scoring_deadline_s=1.0)
-    kept, silent = await replay.take_scoring({"math": 2})
+    (kept,) = await replay.take_scoring({"math": 1})
+    taken = f"hr:{{{replay.run_id}}}:{lease.incarnation}:taken:math"
+    member = f"{lease.group.id}:{kept.trajectory.index}"
+    before = await replay.redis.zscore(taken, member)
+    await tighten(replay, limits, scoring_deadline_s=0.05)  # for what alone is to lapse
+    (silent,) = await replay.take_scoring({"math": 1})
+    await tighten(replay, limits)
 
     async def given_back() -> bool:
         assert await replay.renew_scoring([kept]) == []
@@ -143,6 +148,7 @@ async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient
 
     await eventually(given_back)
     assert await replay.renew_scoring([kept, silent]) == [silent]
+    assert await replay.redis.zscore(taken, member) > before
     await replay.score(kept, Score("SCORED", 1.0))
 
 

@@ -132,10 +132,7 @@ async def test_law_6_an_administrator_is_waited_for_to_load_functions(
 
 @pytest.mark.parametrize(
     ("wrong", "right"),
-    [
-        (["resetpass", ">another"], ["resetpass", ">secret-of-up"]),
-        (["off"], ["on"]),
-    ],
+    [(["resetpass", ">another"], ["resetpass", ">secret-of-up"]), (["off"], ["on"])],
     ids=["another password", "switched off"],
 )
 async def test_law_6_a_login_that_is_refused_for_a_while_is_waited_for(

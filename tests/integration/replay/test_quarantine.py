@@ -6,8 +6,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from headrace.base.errors import Fenced, LeaseLost, NotVerified, WrongTimeline
+from headrace.net.service import exported
 from headrace.replay import ReplayClient
-from headrace_services.replay.gauges import LatestStats, exported
+from headrace_services.replay.gauges import BufferGauges, LatestStats
 from tests.support.buffer import (
     enqueue,
     group_of,
@@ -153,7 +154,7 @@ async def test_the_disagreement_of_each_replica_is_kept_for_people(replay: Repla
     await replay.quarantine(bad, timeline, WHY)
     latest = LatestStats()
     latest.stats = await replay.stats()
-    with exported(latest):
+    with exported(BufferGauges(latest)):
         metrics = generate_latest().decode()
     for line in (
         'headrace_replay_replicas{state="HEALTHY"} 1.0',

@@ -23,7 +23,7 @@ from headrace.records.score import Score
 from headrace.v1 import environment_pb2, reward_pb2
 from tests.chaos import runs
 from tests.support.attached_peer import SCORE, Peer
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, credit_wait, start_hub
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, credit_wait, hurried, start_hub, told
 from tests.support.waiting import eventually
 
 ODD = Path(__file__).parents[2] / "support" / "odd_environment.py"
@@ -217,14 +217,13 @@ async def test_a_hub_that_was_restarted_under_load_is_found_again(tmp_path: Path
 
 
 async def test_a_sample_that_hangs_is_timed_out_and_keeps_its_room() -> None:
-    async with (
-        start_hub({"odd": {"attached": True, "timeout_s": 5.0}}) as hub,
-        attach_environment(ODD, hub, "--capacity", "2"),
-    ):
+    async with start_hub(ATTACHED) as hub, attach_environment(ODD, hub, "--capacity", "2"):
         await hub.attached("odd", 2)
-        hung, fine = await hub.score([odd("hang"), odd("abc")])
+        with told(5.0):
+            hung, fine = await hub.score([odd("hang"), odd("abc")])
         assert [of(hung), of(fine)] == [("TIMED_OUT", None), ("SCORED", 3)]
-        scores = await hub.score([odd("a"), odd("bb"), odd("ccc")])
+        with credit_wait(WAIT_S):
+            scores = await hub.score([odd("a"), odd("bb"), odd("ccc")])
         assert [of(score) for score in scores] == [("SCORED", 1), ("SCORED", 2), ("SCORED", 3)]
 
 
@@ -336,7 +335,7 @@ async def peer(hub: Hub) -> AsyncIterator[Peer]:
 
 
 async def test_answers_to_unknown_work_second_and_late_answers_mean_nothing() -> None:
-    async with start_hub({"odd": {"attached": True, "timeout_s": 3.0}}) as hub, peer(hub) as mine:
+    async with start_hub(ATTACHED) as hub, peer(hub) as mine:
         await mine.register(2)
         await mine.grant(2)
         call = asyncio.create_task(hub.score([odd("a")]))
@@ -347,9 +346,10 @@ async def test_answers_to_unknown_work_second_and_late_answers_mean_nothing() ->
         await mine.grant(1)
         assert of((await call)[0]) == ("SCORED", 1)
 
-        call = asyncio.create_task(hub.score([odd("a")] * 2))
-        late = await mine.work()
-        assert [of(score) for score in await call] == [("TIMED_OUT", None)] * 2
+        with hurried(3.0):
+            call = asyncio.create_task(hub.score([odd("a")] * 2))
+            late = await mine.work()
+            assert [of(score) for score in await call] == [("TIMED_OUT", None)] * 2
         cancel = (await mine.read()).cancel
         assert (cancel.work_id, cancel.reason) == (late.work_id, "its deadline has passed")
         # it has no room until the withdrawn piece is answered

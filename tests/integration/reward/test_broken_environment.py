@@ -228,7 +228,7 @@ async def test_a_trajectory_that_kills_its_environment_is_charged_alone(replay: 
 
     async def keep_alive() -> None:
         while True:
-            async with start_environment(ODD, port) as odd:
+            async with start_environment(ODD, port=port) as odd:
                 await odd.process.wait()
 
     running = asyncio.create_task(keep_alive())

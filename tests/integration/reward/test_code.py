@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,11 +23,12 @@ from headrace.base.errors import ServiceError
 from headrace.config.environments import CodeConfig
 from headrace.env.wire import sample_to_wire
 from headrace.v1.trajectory_pb2 import STATUS_SCORED, Result
+from headrace_services.reward import code_worker
 from headrace_services.reward.environments.code import Code, refusal
 from headrace_services.reward.pool import ScoringWorker, WorkerPool
 from headrace_services.reward.sandbox import Level
 from tests.support.reward_hub import WAIT_S, start_hub
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.usefixtures("executed")
 
@@ -227,10 +231,7 @@ async def test_nothing_of_a_program_is_left_for_the_next() -> None:
     look = "import os\nprint(sorted(os.listdir('.')) == ['.input', 'program'])"
     async with start_hub({"code": ENV | {"wall_s": 1.0}}, workers=1) as hub:
         first, second = await hub.score(
-            [
-                sample(leave, {"inputs": [""], "outputs": ["1"]}),
-                sample(look, {"inputs": [""], "outputs": ["True"]}),
-            ]
+            [sample(leave, {"inputs": [""], "outputs": ["1"]}), sample(look, {"inputs": [""], "outputs": ["True"]})]
         )
     assert first.metadata["first_failure"]["why"].startswith("it ran out of time")
     assert second.reward == 1
@@ -309,16 +310,10 @@ DAEMON = (
 CHANNELS = {
     "a file": ("open('/tmp/left', 'w').write('1')", "print(open('/tmp/left').read())"),
     "a file elsewhere": ("open('/dev/shm/left', 'w').write('1')", "print(open('/dev/shm/left').read())"),
-    "shared memory": (
-        LIBC + "c.shmget(77, 4096, 0o1666)",
-        LIBC + "print(int(c.shmget(77, 4096, 0o666) >= 0))",
-    ),
+    "shared memory": (LIBC + "c.shmget(77, 4096, 0o1666)", LIBC + "print(int(c.shmget(77, 4096, 0o666) >= 0))"),
     "semaphores": (LIBC + "c.semget(77, 1, 0o1666)", LIBC + "print(int(c.semget(77, 1, 0o666) >= 0))"),
     "message queue": (LIBC + "c.msgget(77, 0o1666)", LIBC + "print(int(c.msgget(77, 0o666) >= 0))"),
-    "POSIX queue": (
-        LIBC + "c.mq_open(b'/left', 0o102, 0o666, None)",
-        LIBC + "print(int(c.mq_open(b'/left', 0) >= 0))",
-    ),
+    "POSIX queue": (LIBC + "c.mq_open(b'/left', 0o102, 0o666, None)", LIBC + "print(int(c.mq_open(b'/left', 0) >= 0))"),
     "POSIX shared memory": (
         LIBC + "c.shm_open(b'/left', 0o102, 0o666)",
         LIBC + "print(int(c.shm_open(b'/left', 0, 0) >= 0))",
@@ -383,10 +378,7 @@ CHANNELS_AT_ONCE = CHANNELS | {
         TOOLS + "s = socket.create_server(('127.0.0.1', 7777)); time.sleep(1)",
         TOOLS + "socket.create_connection(('127.0.0.1', 7777), 1); print(1)",
     ),
-    "a signal": (
-        TOOLS + "os.kill(-1, signal.SIGUSR1)",
-        TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))",
-    ),
+    "a signal": (TOOLS + "os.kill(-1, signal.SIGUSR1)", TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))"),
     "a signal to the group": (
         TOOLS + "signal.signal(signal.SIGUSR1, signal.SIG_IGN); os.kill(0, signal.SIGUSR1)",
         TOOLS + "signal.signal(signal.SIGUSR1, lambda *_: print(1))",
@@ -479,7 +471,7 @@ async def test_memory_shared_by_processes_is_charged_once() -> None:
 async def test_time_used_up_fails_tests_and_time_run_out_is_no_zero() -> None:
     three = {"inputs": ["", "", ""], "outputs": ["1", "1", "1"]}
     env = ENV | {"type": "code", "partial_credit": True, "cpu_s": 9, "wall_s": 2.0, "timeout_s": 5.0}
-    slow = "import time; time.sleep(1.7); print(1)"
+    slow = "import time; time.sleep(1.2); print(1)"
     endless = "import time; time.sleep(999); print(1)"
     async with start_hub({"code": env}, workers=1) as hub:
         (late,) = await hub.score([sample(endless, three)])
@@ -588,6 +580,22 @@ async def test_law_7_failure_is_not_zero_sleepers_of_a_dead_worker_rerun() -> No
         worker.kill()
         result = await asyncio.wait_for(asleep, WAIT_S)
     assert (result.status, result.reward) == (STATUS_SCORED, 1)
+
+
+def test_law_7_failure_is_not_zero_a_stalled_machine_makes_none_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(code_worker, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    proc = os.open("/proc", os.O_PATH)
+    with subprocess.Popen(["sh", "-c", "sleep 999; true"], start_new_session=True) as first:
+        try:
+            wait_until(lambda: [each.status() for each in psutil.Process(first.pid).children()] == ["sleeping"])
+            looks = code_worker._Looks(first.pid, proc, None)
+            for clock[0] in (0.05, 0.1, 60.0, 60.05):
+                looks.take()
+            assert looks.own_s < 1
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)
+            os.close(proc)
 
 
 async def test_time_in_which_a_program_waits_for_a_core_is_not_its_own() -> None:

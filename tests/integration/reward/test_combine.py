@@ -162,11 +162,7 @@ async def test_a_function_that_does_not_apply_is_left_out(
 
 
 async def test_a_part_that_cannot_be_reached_costs_nothing() -> None:
-    env = {
-        "away": {"attached": True},
-        "math": {},
-        "both": {"type": "combine", "parts": {"math": 1, "away": 1}},
-    }
+    env = {"away": {"attached": True}, "math": {}, "both": {"type": "combine", "parts": {"math": 1, "away": 1}}}
     async with start_hub(env, workers=1) as hub:
         (score,) = await hub.score([Sample("2", {"answer": "2"}, environment="both")])
     assert (score.status, score.reward) == ("NOT_STARTED", None)

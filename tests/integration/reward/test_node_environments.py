@@ -15,7 +15,7 @@ import pytest
 
 from headrace import Sample
 from headrace.records.score import Score
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, credit_wait, start_environment, start_hub
+from tests.support.reward_hub import WAIT_S, Hub, attach_environment, credit_wait, start_environment, start_hub, told
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "examples" / "environments" / "node"
@@ -116,14 +116,12 @@ async def test_a_hub_that_was_restarted_is_found_again(node: Path) -> None:
 
 async def test_what_is_late_is_timed_out_and_keeps_its_room_until_done(node: Path) -> None:
     slow = with_reward(node, "slow", "if (trajectory.completion === 'hang') await new Promise(() => {});")
-    async with (
-        start_hub({"exact": {"attached": True, "timeout_s": 4.0}}) as hub,
-        attached(slow, hub, "--capacity", "2"),
-    ):
+    async with start_hub(ATTACHED) as hub, attached(slow, hub, "--capacity", "2"):
         await hub.attached("exact", 2)
-        hung, fine = await hub.score([exact("hang"), exact("132")])
-        assert [of(hung), of(fine)] == [("TIMED_OUT", None), ("SCORED", 1)]
-        assert of((await hub.score([exact("hang")]))[0]) == ("TIMED_OUT", None)
+        with told(4.0):
+            hung, fine = await hub.score([exact("hang"), exact("132")])
+            assert [of(hung), of(fine)] == [("TIMED_OUT", None), ("SCORED", 1)]
+            assert of((await hub.score([exact("hang")]))[0]) == ("TIMED_OUT", None)
         with credit_wait(0):
             (full,) = await hub.score([exact("132")])
         assert full.status == "NOT_STARTED"

@@ -152,10 +152,7 @@ async def test_a_program_continues_the_trace_of_its_episode(collector: Collector
             return self.note(e)
 
     player, root = Player(), group_span("run", "g")
-    async with (
-        serving(player) as port,
-        start_hub({"told": {"target": f"127.0.0.1:{port}", "episodes": True}}) as hub,
-    ):
+    async with serving(player) as port, start_hub({"told": {"target": f"127.0.0.1:{port}", "episodes": True}}) as hub:
         await eventually(lambda: is_ready(hub))
         with tracing.span("episode", root):
             played = Episode(

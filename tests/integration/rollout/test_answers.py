@@ -54,7 +54,7 @@ def worker() -> RolloutWorker:
 def worker_of(config: Config) -> RolloutWorker:
     """HEALTHY, with verified weights of version 1."""
     it = RolloutWorker(config, Engine(), None, {})  # type: ignore[arg-type]
-    it.receiver._held = ("t", 1)
+    it.receiver.weights = ("t", 1)
     it._reply = HeartbeatReply(state="HEALTHY", timeline="t", lost=(), epoch=None)
     return it
 
@@ -90,7 +90,7 @@ async def test_it_waits_for_the_proof_and_names_what_was_proved(worker: RolloutW
     call = await begun(worker)
     assert not call.done()
     assert list(worker._calls.values()) == ["t"]
-    worker.receiver._held = ("t", 2)
+    worker.receiver.weights = ("t", 2)
     worker._verified.set()
     assert (await call).version == 2
     assert not worker._calls
@@ -102,7 +102,7 @@ async def test_law_4_no_answer_leaves_with_unverified_or_foreign_weights(
 ) -> None:
     worker._verified.clear()
     call = await begun(worker)
-    worker.receiver._held = held
+    worker.receiver.weights = held
     worker._verified.set()
     with pytest.raises(ReplicaFenced, match="not verified"):
         await call

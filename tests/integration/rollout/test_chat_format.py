@@ -277,10 +277,7 @@ async def test_half_a_surrogate_pair_in_a_call_stays_an_escape(hermes: ChatForma
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
-        ({"tools": [{}]}, "tools.0"),
-    ],
+    [({"tools": [{"type": "function"}]}, "tools.0.function: Field required"), ({"tools": [{}]}, "tools.0")],
 )
 async def test_what_is_no_completion_is_refused(
     hermes: ChatFormat, tokenizer: Any, changes: dict[str, Any], said: str

@@ -116,7 +116,7 @@ def token_ids(one: Trajectory) -> np.ndarray:
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
     """A copy of the policy's."""
-    return {name: tensor.clone() for name, tensor in learner.iter_weights()}
+    return {name: tensor.clone() for name, tensor in learner.policy.weights()}
 
 
 def shaken(model: Path, folder: Path) -> Path:

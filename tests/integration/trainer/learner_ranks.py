@@ -49,10 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # the rank of the adapter's matrices is odd, so that ranks hold unequal parts of them
 SETTINGS["lora"] = {**SETTINGS["grpo"], "policy": {**POLICY, "lora_cfg": {"enabled": True, "dim": 3}}}
-SETTINGS["episodes"] = {
-    **SETTINGS["grpo"],
-    "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False},
-}
+SETTINGS["episodes"] = {**SETTINGS["grpo"], "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False}}
 STEPS, COUNT = 4, 8
 TOKEN_COLUMNS = (
     "mask_reasons",
@@ -110,7 +107,7 @@ def train(model: Path, teacher: Path, folder: Path, kind: str) -> None:
     dist.barrier()  # all ranks read what each has written
     metrics += steps(learner, range(2, STEPS))
     again = steps(Learner(chosen, folder / kind), range(2, STEPS))
-    weights = {name: tensor.cpu() for name, tensor in learner.iter_weights()}
+    weights = {name: tensor.cpu() for name, tensor in learner.policy.weights()}
     out = {"metrics": metrics, "again": again, "probe": learner.probe(ids).tolist(), "version": learner.version}
     (folder / f"{kind}{dist.get_rank()}.json").write_text(json.dumps(out))
     if dist.get_rank() == 0:

@@ -211,7 +211,7 @@ def alone(models: dict[str, Path], tiny_model: Path, folder: Path) -> None:
         batches = [random_batch(COUNT, 1, prompts=2) for _ in range(2)]
         on, again = train_step(learner, batches[0]), train_step(Learner(chosen, saved), batches[1])
         shards = any(isinstance(parameter, DTensor) for parameter in learner.policy.model.parameters())
-        names = [name for name, _, _ in learner.weight_metadata()] == [name for name, _ in learner.iter_weights()]
+        names = [name for name, _ in learner.policy.weight_shapes()] == [name for name, _ in learner.policy.weights()]
         found[kind] = {"on": on, "again": again, "shards": shards, "names": names, "rounding": rounding}
     (folder / "0.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -245,7 +245,7 @@ def copies(model: Path, folder: Path) -> None:
     dist.barrier()  # all ranks read what each has written
     again, on = step(Learner(chosen, saved), STEPS), step(learner, STEPS)
     (folder / f"{rank}.json").write_text(json.dumps({"metrics": metrics, "share": share, "again": again, "on": on}))
-    weights = dict(learner.iter_weights())
+    weights = dict(learner.policy.weights())
     if rank == 0:
         torch.save(weights, folder / "weights.pt")
     dist.destroy_process_group()

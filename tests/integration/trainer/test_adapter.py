@@ -51,7 +51,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 def test_only_the_layers_that_are_named_change(tiny_model: Path, trained: tuple[Learner, Path]) -> None:
     before, after = weights(Learner(config(tiny_model))), weights(trained[0])
-    assert list(before) == list(after) == [name for name, _, _ in trained[0].weight_metadata()]
+    assert list(before) == list(after) == [name for name, _ in trained[0].policy.weight_shapes()]
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "q_proj.weight" in name or "down_proj.weight" in name}
     a_and_b = 2 * 4 * sum(sum(after[name].shape) for name in changed)

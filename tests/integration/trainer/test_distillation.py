@@ -98,10 +98,7 @@ def test_a_teacher_with_other_token_ids_is_refused(tiny_model: Path, other_model
     tokens["1"], tokens["2"] = tokens["2"], tokens["1"]
     swapped = type(tokenizer)(vocab=tokens, merges=[], eos_token="<eos>", pad_token="<pad>", unk_token="<pad>")
     swapped.save_pretrained(other_model)
-    with pytest.raises(
-        ServiceError,
-        match=r"tokenizers.*teacher_model_name '.*other'.*differ.*'1' is 7",
-    ):
+    with pytest.raises(ServiceError, match=r"tokenizers.*teacher_model_name '.*other'.*differ.*'1' is 7"):
         Learner(distilled(tiny_model, other_model))
 
 
@@ -125,7 +122,7 @@ def test_a_policy_learns_from_its_teacher_without_a_reward(warm_model: Path, tmp
     sampler, questions = Sampler(student, 6), problems(seed=0, count=32)
     divergence = []
     for step in range(20):
-        sampler.load(dict(learner.iter_weights()))
+        sampler.load(dict(learner.policy.weights()))
         batch = batch_of(sampler.draw(next(questions), 8, seed=step), 8)
         batch.rewards[:] = 0
         divergence.append(-train_step(learner, batch)[GAP])

@@ -29,7 +29,7 @@ from tests.support.forks import fork, fork_ranks
 
 
 def assert_same_weights(a: Learner, b: Learner) -> None:
-    for (name, ours), (_, theirs) in zip(a.iter_weights(), b.iter_weights(), strict=True):
+    for (name, ours), (_, theirs) in zip(a.policy.weights(), b.policy.weights(), strict=True):
         assert torch.equal(ours, theirs), name
 
 

@@ -164,4 +164,4 @@ def test_the_largest_accepted_rewards_leave_all_numbers_finite(tiny_model: Path,
     given.rewards[:] = rewards
     metrics = train_step(learner, given)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
-    assert all(bool(tensor.isfinite().all()) for _, tensor in learner.iter_weights())
+    assert all(bool(tensor.isfinite().all()) for _, tensor in learner.policy.weights())

@@ -19,15 +19,7 @@ from headrace_services.trainer.learning.losses import policy_loss
 from headrace_services.trainer.learning.step import train_step
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, PolicyOutput
 from headrace_services.trainer.network.value_model import HEAD, ValueModel
-from tests.integration.trainer.learner_cases import (
-    by_hand,
-    config,
-    random_batch,
-    sampled,
-    token_ids,
-    unpacked,
-    weights,
-)
+from tests.integration.trainer.learner_cases import by_hand, config, random_batch, sampled, token_ids, unpacked, weights
 from tests.integration.trainer.policy_cases import own_tokens
 from tests.support.trainer import batch, trajectory
 
@@ -133,7 +125,7 @@ def test_several_optimizer_steps_clip_against_the_start_of_the_step(tiny_model: 
         losses.append(loss.item())
     assert metrics["loss"] == pytest.approx(float(np.mean(losses)), abs=1e-6)
     for name, tensor in policy.weights():
-        torch.testing.assert_close(dict(learner.iter_weights())[name], tensor, atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(dict(learner.policy.weights())[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
 def test_until_its_start_step_the_policy_stays_and_its_versions_go_on(tiny_model: Path) -> None:
@@ -143,10 +135,10 @@ def test_until_its_start_step_the_policy_stays_and_its_versions_go_on(tiny_model
     before = weights(learner)
     found = [train_step(learner, random_batch(8, seed)) for seed in range(2)]
     assert learner.version == 2
-    assert all(torch.equal(before[name], tensor) for name, tensor in learner.iter_weights())
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.policy.weights())
     assert all("loss" not in metrics and metrics["critic/loss"] > 0 for metrics in found)
     third, fourth = (train_step(learner, random_batch(8, seed)) for seed in (2, 3))
-    assert any(not torch.equal(before[name], tensor) for name, tensor in learner.iter_weights())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in learner.policy.weights())
     assert (third["lr"], fourth["lr"]) == (1e-3, 5e-4)  # the schedule counts steps that trained the policy
 
 
@@ -290,7 +282,7 @@ def test_a_resumed_run_gives_the_same_bits_of_both_models(tiny_model: Path, tmp_
     assert resumed.counters == straight.counters
     for seed in range(2, 4):
         assert train_step(straight, random_batch(8, seed)) == train_step(resumed, random_batch(8, seed))
-    for (name, ours), (_, theirs) in zip(straight.iter_weights(), resumed.iter_weights(), strict=True):
+    for (name, ours), (_, theirs) in zip(straight.policy.weights(), resumed.policy.weights(), strict=True):
         assert torch.equal(ours, theirs), name
 
 

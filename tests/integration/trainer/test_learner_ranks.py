@@ -68,7 +68,7 @@ def test_two_ranks_take_the_same_steps_to_the_same_numbers(
     for ours, theirs in zip(found["metrics"], expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)
     weights = torch.load(two_ranks / f"{kind}.pt")
-    for name, tensor in learner.iter_weights():
+    for name, tensor in learner.policy.weights():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0, msg=name)
     np.testing.assert_allclose(found["probe"], learner.probe(np.arange(20, dtype=np.int32)), atol=1e-4)
 

@@ -40,7 +40,7 @@ def test_steps_of_the_recipe_move_the_policy(recipe: str, warm_model: Path, tiny
     before = weights(learner)
     questions = problems(seed=0, count=4)
     for step in range(3):
-        sampler.load(dict(learner.iter_weights()))
+        sampler.load(dict(learner.policy.weights()))
         drawn = sampler.draw(next(questions), 4, seed=step)
         metrics = train_step(learner, batch_of(drawn, 4, components=[components(one) for one in drawn]))
         assert all(np.isfinite(value) for value in metrics.values()), metrics

@@ -16,14 +16,7 @@ from headrace.config.services import CheckpointingConfig
 from headrace.replay import BufferRetry, Limits, ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.run.journal import surviving
-from headrace_services.trainer.control.checkpoint import (
-    ENDED,
-    FAILURES,
-    TRAINED,
-    Checkpoints,
-    CheckpointState,
-    Ledger,
-)
+from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, Checkpoints, CheckpointState, Ledger
 from headrace_services.trainer.control.resume import ResumeState, differing_step, resume
 from tests.support.buffer import generate, healthy_replica, make_group, reserve, some
 from tests.support.small_replica import SmallReplica, running, score_all

@@ -48,7 +48,7 @@ def of_trainer(model: Path, precision: str) -> tuple[Float32, Differences]:
         policy={"precision": precision, "generation": {"vllm_cfg": {"precision": "bfloat16"}, "max_new_tokens": 16}},
     )
     learner = Learner(chosen)
-    ids = choose_token_ids(learner.vocab_size, LENGTH)
+    ids = choose_token_ids(learner.policy.vocab_size, LENGTH)
     logprobs, rounded = learner.probe(ids), learner.probe_rounded(ids)
     assert rounded is not None
     np.testing.assert_array_equal(learner.probe(ids), logprobs)  # nothing is left behind
@@ -99,4 +99,4 @@ def test_a_bfloat16_replica_with_a_slightly_other_model_is_refused(
 def test_where_rounding_chooses_experts_its_effect_is_not_a_bound(tiny_model: Path, tmp_path: Path) -> None:
     made(shrunk("qwen3_moe", **NARROW), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
     learner = Learner(config(tmp_path, policy={"precision": "bfloat16"}))
-    assert learner.probe_rounded(choose_token_ids(learner.vocab_size)) is None
+    assert learner.probe_rounded(choose_token_ids(learner.policy.vocab_size)) is None

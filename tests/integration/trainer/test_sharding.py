@@ -21,8 +21,8 @@ from headrace.base.devices import Site
 from headrace.base.errors import ServiceError
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
-from headrace_services.trainer.memory.fit import changed, phases
-from headrace_services.trainer.network.backbone import fill, on_meta, reduces_once
+from headrace_services.trainer.memory.fit import apply_changes, phases
+from headrace_services.trainer.network.backbone import fill, load_on_meta, reduces_once
 from headrace_services.trainer.network.packing import PackedRows
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
 from tests.integration.trainer.learner_cases import SMALL, config, random_batch
@@ -163,7 +163,7 @@ def test_the_planned_memory_is_what_is_taken(
     """To the byte; activations to a sixth, under autocast to a third (experts: to half), which keeps both what it cast and the original."""
     found = measured(models, name, precision) if ranks == 1 else two_ranks[0]["measured"][f"{name} {precision}"]
     trainer = phases(
-        changed(sized(models, name, precision), {"trainer.num_processes": ranks}), Site(None, None, ranks, ranks)
+        apply_changes(sized(models, name, precision), {"trainer.num_processes": ranks}), Site(None, None, ranks, ranks)
     )
     trainer = trainer["policy: layers"]
     assert trainer["policy: parameters, float32"] == found["parameters"]
@@ -202,7 +202,7 @@ def test_copies_on_two_hosts_step_as_one_rank(models: dict[str, Path], tiny_mode
         for ours, theirs in zip([*rank["metrics"], rank["on"]], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5, abs=1e-5)
     weights = torch.load(tmp_path / "weights.pt")
-    for name, tensor in learner.iter_weights():
+    for name, tensor in learner.policy.weights():
         torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=0)
     assert sorted(path.name for path in (tmp_path / "checkpoint" / "training").iterdir()) == [
         "rank_0_of_2.safetensors",
@@ -212,13 +212,12 @@ def test_copies_on_two_hosts_step_as_one_rank(models: dict[str, Path], tiny_mode
 
 
 def test_weights_that_no_file_holds_are_named(models: dict[str, Path], tmp_path: Path) -> None:
-    made = on_meta(AutoModelForCausalLM, str(models["deep"]), dtype=torch.float32)
+    asked = (AutoModelForCausalLM, "policy.model_name", str(models["deep"]), "a model")
+    made = load_on_meta(*asked)
     made.name_or_path = str(tmp_path)
     with pytest.raises(ServiceError, match=r"model\.safetensors.*one rank"):
         fill(made, torch.device("cpu"))
-    deeper = Qwen2Config(**{**SIZES, "num_hidden_layers": 13}, tie_word_embeddings=True)
-    made = on_meta(AutoModelForCausalLM, str(models["deep"]), dtype=torch.float32, config=deeper)
-    made.name_or_path = str(models["deep"])
+    made = load_on_meta(*asked, {"num_hidden_layers": 13, "layer_types": ["full_attention"] * 13})
     with pytest.raises(ServiceError, match=r"12 weights.*model\.layers\.12"):
         fill(made, torch.device("cpu"))
 

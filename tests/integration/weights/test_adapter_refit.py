@@ -47,7 +47,7 @@ class Run:
         values["weight_channel"]["timeout_s"] = timeout_s
         self.config = Config.model_validate(values)
         self.sender = WeightSender(self.config, replay)
-        self.probe = choose_token_ids(self.learner.vocab_size)
+        self.probe = choose_token_ids(self.learner.policy.vocab_size)
 
     def bytes_of(self, *, adapter_alone: bool) -> int:
         return sum(4 * tensor.numel() for _, tensor in LearnerSource(self.learner, adapter_alone=adapter_alone))
@@ -171,7 +171,7 @@ async def test_an_engine_computes_with_the_adapters_it_keeps_alone(run: Run, red
     try:
         replica = await engines.get("adapter", policy={"lora_cfg": LORA})
         await replica.join(run.replay.run_id, "a")
-        prompt = choose_token_ids(run.learner.vocab_size, 100, seed=1).tolist()
+        prompt = choose_token_ids(run.learner.policy.vocab_size, 100, seed=1).tolist()
 
         def train(version: int) -> None:
             train_step(run.learner, random_batch(8, version))

@@ -50,7 +50,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 @pytest.mark.nightly  # an engine of its own
 async def test_experts_are_trained_and_refitted(redis_url: str, run_id: str, limits: Limits, model: Path) -> None:
     learner = Learner(config(model, policy={"freeze_moe_router": True}))
-    before = {name: tensor.clone() for name, tensor in learner.iter_weights()}
+    before = {name: tensor.clone() for name, tensor in learner.policy.weights()}
     engines = Engines(redis_url, model, model)
     replay = ReplayClient(open_redis(redis_url), run_id)
     await replay.open_run(limits)
@@ -59,8 +59,8 @@ async def test_experts_are_trained_and_refitted(redis_url: str, run_id: str, lim
     try:
         replica = await engines.get("tied")
         await replica.join(run_id, "a")
-        probe = choose_token_ids(learner.vocab_size)
-        prompt = choose_token_ids(learner.vocab_size, 100, seed=1).tolist()
+        probe = choose_token_ids(learner.policy.vocab_size)
+        prompt = choose_token_ids(learner.policy.vocab_size, 100, seed=1).tolist()
         for version in (0, 1):
             if version:
                 train_step(learner, random_batch(8))
@@ -73,7 +73,7 @@ async def test_experts_are_trained_and_refitted(redis_url: str, run_id: str, lim
         await engines.stop()
         await sender.aclose()
         await replay.aclose()
-    moved = {name for name, tensor in learner.iter_weights() if not torch.equal(tensor, before[name])}
+    moved = {name for name, tensor in learner.policy.weights() if not torch.equal(tensor, before[name])}
     routers = {name for name in before if name.endswith("mlp.gate.weight")}
     assert len(routers) == 2
     assert any(".experts." in name for name in moved)

@@ -134,7 +134,7 @@ async def test_an_engine_in_bfloat16_differs_by_rounding_alone(
     learner = Learner(chosen)
     if wrong:
         learner.policy.model.set_attn_implementation(wrong)  # which ignores soft caps
-    probe = choose_token_ids(learner.vocab_size, 96)
+    probe = choose_token_ids(learner.policy.vocab_size, 96)
     logprobs, rounded = learner.probe(probe), learner.probe_rounded(probe)
     assert rounded is not None
     engines = Engines(redis_url, tmp_path, tmp_path)

@@ -103,7 +103,7 @@ async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatc
     group.connects = True
     monkeypatch.setattr("headrace_services.refit.channel.ABORT_S", 0.0)
     sender = WeightSender(Config(), SimpleNamespace())  # type: ignore[arg-type]
-    sender._opened(await asyncio.to_thread(lead, 0.5))
+    sender._keep_channel(await asyncio.to_thread(lead, 0.5))
     sender._close_channel()  # on the event loop
     source = SimpleNamespace(metadata=lambda: [("a", "float32", (1,))])
     with pytest.raises(Restartable, match="only a new process"):

@@ -281,9 +281,7 @@ def test_a_device_that_tells_no_memory_is_left_to_the_trainer() -> None:
     assert "GPU 0 (H100)" in warnings[0]
 
 
-def test_idle_devices_are_taken_first_unless_the_user_chose(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_idle_devices_are_taken_first_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = gpus(2).devices
     inventory = dataclasses.replace(gpus(0), devices=(dataclasses.replace(first, free=2**30), second))
     monkeypatch.setattr("headrace.base.devices.read_inventory", lambda: inventory)

@@ -333,10 +333,7 @@ def test_a_busy_port_says_which_run_has_it(tmp_path: Path) -> None:
         assert process.stdout is not None
         config = Config.model_validate({"replay": {"port": int(process.stdout.readline())}})
         who = rf"; process {process.pid} has it, of run adder in {saved.parent}"
-        with (
-            pytest.raises(ServiceError, match=rf"replay\.port: can't listen on .*{who}$"),
-            ports.settle(config),
-        ):
+        with pytest.raises(ServiceError, match=rf"replay\.port: can't listen on .*{who}$"), ports.settle(config):
             pass
         assert [line for line in ports.list_busy(config) if line.endswith(who)]
         assert process.stdin is not None

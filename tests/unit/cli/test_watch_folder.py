@@ -26,11 +26,7 @@ async def test_a_file_server_away_ends_no_run_and_a_deleted_folder_does(
     (tmp_path / "kept").mkdir()
     kept = {"checkpoint_dir": str(tmp_path / "kept")} if elsewhere else {}
     config = Config.model_validate(
-        {
-            "run": {"id": "r", "dir": str(tmp_path)},
-            "security": {"credentials": str(file)},
-            "checkpointing": kept,
-        }
+        {"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}, "checkpointing": kept}
     )
     credentials.complete(file, credentials.list_roles(config, redis=True))
     saved.touch()

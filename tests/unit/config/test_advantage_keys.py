@@ -29,10 +29,7 @@ def check(tmp_path: Path, *overrides: str) -> Config:
         (["grpo.adv_estimator.teacher_model_name=x"], "name: opd"),
         (["grpo.adv_estimator.name=gspo"], "'gspo' should be 'grpo'"),
         (["grpo.adv_estimator.reward_weights=[1,2]"], r"reward_weights \[1.0, 2.0\] with name grpo"),
-        (
-            ["grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[1,.inf]"],
-            r"reward_weights.1: .inf",
-        ),
+        (["grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[1,.inf]"], r"reward_weights.1: .inf"),
         (["grpo.adv_estimator.minus_baseline=false"], "minus_baseline false with name grpo"),
         (["grpo.adv_estimator.kl_to_go=true"], "kl_to_go true with name grpo"),
         (["grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.kl_to_go=true"], "kl_to_go true without"),

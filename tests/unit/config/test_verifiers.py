@@ -34,10 +34,7 @@ def test_it_runs_episodes_and_gets_the_task_without_being_told() -> None:
         ({"verifiers": {}}, r"{} names no environment; give taskset: {id: NAME}"),
         ({"verifiers": {"taskset": "echo-v1"}}, "names no environment"),
         ({"episodes": False, "public": []}, "false, but this type runs episodes"),
-        (
-            {"public": ["task", "answer"]},
-            r"\['task', 'answer'\]: a verifiers environment gets only the task",
-        ),
+        ({"public": ["task", "answer"]}, r"\['task', 'answer'\]: a verifiers environment gets only the task"),
         ({"function": "a:b"}, r"env.echo.function\n.*'a:b' is an option of function, not of type verifiers"),
         ({"type": "math", "verifiers": {}}, r"env.echo.python\n.*'p' is an option of verifiers, not of type math"),
     ],

@@ -162,10 +162,7 @@ def test_prompt_and_completion_end_with_the_context(context: int, new: int) -> N
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     made = builder(policy={"max_total_sequence_length": 7, "generation": {"max_new_tokens": 6}})
-    with pytest.raises(
-        ConfigError,
-        match=r"problem 7 has 7 tokens.*policy\.max_total_sequence_length 7",
-    ):
+    with pytest.raises(ConfigError, match=r"problem 7 has 7 tokens.*policy\.max_total_sequence_length 7"):
         made.train_group(PROBLEM, 0, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,9 @@ import pytest
 from headrace import Environment, Sample, Score
 from headrace.base.errors import ConfigError
 from headrace.base.repeats import Repeats
-from headrace.env.server import BatchScorer
+from headrace.env.attachment import _Stream
+from headrace.env.server import BatchScorer, _Servicer
+from headrace.v1 import environment_pb2, reward_pb2
 
 WAIT_S = 30.0
 
@@ -193,6 +196,27 @@ def test_what_is_late_is_timed_out_and_what_is_done_keeps_its_reward() -> None:
     assert (late.status, late.reward) == ("TIMED_OUT", None)
     assert "within 0.5 s" in late.message
     assert done.reward == 1
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+async def test_law_6_liveness_a_stall_beside_one_that_hangs_loses_none(is_attached: bool) -> None:
+    """The answer for all samples leaves more than a stall's time before the call's deadline of a minute."""
+    given: list[float] = []
+
+    class Noting(BatchScorer):
+        async def score(
+            self, samples: Sequence[Sample], timeout_s: float | None, traceparents: Any = ()
+        ) -> list[Score]:
+            given.append(timeout_s or 0.0)
+            return []
+
+    noting = Noting(environment(lambda _: 1.0))
+    if is_attached:
+        await _Stream(noting, None, "mine", lambda _: None)._score(reward_pb2.Work(deadline_ms=60_000))
+    else:
+        context: Any = SimpleNamespace(time_remaining=lambda: 60.0)
+        await _Servicer(noting, None).Score(environment_pb2.EnvironmentServiceScoreRequest(), context)
+    assert 50 < given[0] <= 55
 
 
 async def test_a_hung_thread_keeps_its_slot_and_no_other() -> None:

@@ -104,9 +104,7 @@ WORK = st.sampled_from(["a", "b", "c"])
 SIZE = st.integers(-2, 12)
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("grant"), SIZE),
-        st.tuples(st.just("send"), WORK, SIZE),
-        st.tuples(st.just("answer"), WORK),
+        st.tuples(st.just("grant"), SIZE), st.tuples(st.just("send"), WORK, SIZE), st.tuples(st.just("answer"), WORK)
     )
 )
 

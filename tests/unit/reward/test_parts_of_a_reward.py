@@ -147,8 +147,7 @@ def test_length_needs_no_child() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "reward"),
-    [((1, 2, 3, 4), 1), ((1, 2, 1, 2, 1, 2), 2 / 5), ((7,) * 101, 1 / 100), ((1,), 1), ((), 1)],
+    ("tokens", "reward"), [((1, 2, 3, 4), 1), ((1, 2, 1, 2, 1, 2), 2 / 5), ((7,) * 101, 1 / 100), ((1,), 1), ((), 1)]
 )
 def test_repetition_is_the_share_of_distinct_runs(tokens: tuple[int, ...], reward: float) -> None:
     environment = made("fresh", type="repetition", ngram=2)

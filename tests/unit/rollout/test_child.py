@@ -117,3 +117,21 @@ def test_a_forked_child_reports_its_failure_and_ends_with_its_service(tmp_path: 
     assert ended(child, 30)
     process.communicate()
     os.close(child)
+
+
+ENDING = """
+import gc, os, sys
+from headrace_services.rollout import child
+os.environ["ROLLOUT_ENGINE_PARENT"] = str(os.getpid())
+os.environ["ROLLOUT_ENGINE_REPORT"] = os.devnull
+os.register_at_fork(after_in_child=child.prepare_forked_process)
+gc.freeze()
+if (pid := os.fork()) == 0:
+    gc.unfreeze()  # as vLLM does when its engine ends
+    os._exit(0 if gc.get_freeze_count() else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_an_engine_that_ends_does_not_look_for_garbage() -> None:
+    subprocess.run([sys.executable, "-c", ENDING], check=True)

@@ -64,65 +64,66 @@ def worker_state(
 HELD = frozenset({"a", "b"})
 
 
+MINE = epoch(state="transfer", acknowledged=(ME, "rollout-other"))
+NEXT: dict[str, tuple[WorkerState, list[Any]]] = {
+    "a new replica waits for weights": (worker_state("STALE"), []),
+    "a healthy replica leases what it has room for": (worker_state(held=HELD), [LeaseGroups(2)]),
+    "and nothing where it has none": (worker_state(held=HELD, max_groups=2), []),
+    "lost leases are aborted and make room": (
+        worker_state(held=HELD, lost=("a", "not mine")),
+        [Abort(frozenset({"a"})), LeaseGroups(3)],
+    ),
+    "a stale replica goes on with what it holds": (worker_state("STALE", held=HELD), []),
+    "dead means a new life with nothing held": (worker_state("DEAD", held=HELD), [Abort(HELD), Rejoin()]),
+    "a dead replica ends its refit first": (worker_state("DEAD", held=HELD, refitting=True), [Abort(HELD)]),
+    "a proof whose answer was lost": (worker_state(torn=True, attempted="e1"), [Rejoin()]),
+    "a proof that failed": (worker_state("STALE", torn=True, attempted="e1"), []),
+    "an idle replica acknowledges at once": (worker_state(epoch=epoch()), [Acknowledge(epoch())]),
+    "a stale one, too": (worker_state("STALE", epoch=epoch()), [Acknowledge(epoch())]),
+    "generations are drained first": (worker_state(epoch=epoch(), held=HELD), []),
+    "lost leases are not waited for": (
+        worker_state(epoch=epoch(), held=HELD, lost=("a", "b")),
+        [Abort(HELD), Acknowledge(epoch())],
+    ),
+    "with in-flight updates nothing is drained": (
+        worker_state(epoch=epoch(), held=HELD, in_flight_updates=True),
+        [Acknowledge(epoch())],
+    ),
+    "a transfer without this replica is left alone": (
+        worker_state("STALE", epoch=epoch(state="transfer", acknowledged=("rollout-other",))),
+        [],
+    ),
+    "a verified replica leases while others verify": (
+        worker_state(epoch=msgspec.structs.replace(MINE, verified=(ME,)), attempted="e1"),
+        [LeaseGroups(4)],
+    ),
+    "a transfer is joined once": (
+        worker_state("STALE", epoch=msgspec.structs.replace(MINE, refused={ME: "timeout"}), attempted="e1"),
+        [],
+    ),
+    "and the next is another": (
+        worker_state("STALE", epoch=epoch(id="e2"), attempted="e1"),
+        [Acknowledge(epoch(id="e2"))],
+    ),
+    **{
+        f"a {state} replica after an epoch that is {over}": (worker_state(state, epoch=epoch(state=over)), actions)
+        for over in ("done", "aborted")
+        for state, actions in (("HEALTHY", [LeaseGroups(4)]), ("STALE", []))
+    },
+}
+
+
+@pytest.mark.parametrize(("now", "actions"), NEXT.values(), ids=NEXT)
+def test_what_a_replica_does_next(now: WorkerState, actions: list[Any]) -> None:
+    assert decide(now) == actions
+
+
 def test_law_2_what_weights_that_a_rewind_ended_write_ends() -> None:
     rewound = {"held": HELD, "epoch": epoch(version=2), "in_flight_updates": True}
     assert decide(worker_state("STALE", weights=("before", 2), **rewound)) == [Acknowledge(epoch(version=2))]
     assert decide(worker_state("STALE", weights=("before", 3), **rewound)) == [Abort(HELD), Rejoin()]
-    of_one_timeline = decide(
-        worker_state("STALE", weights=("t", 3), **rewound)
-    )  # a replica installs what the epoch says
-    assert of_one_timeline == [Acknowledge(epoch(version=2))]
-
-
-def test_a_new_replica_waits_for_weights() -> None:
-    assert decide(worker_state("STALE")) == []
-
-
-def test_a_healthy_replica_leases_what_it_has_room_for() -> None:
-    assert decide(worker_state(held=HELD)) == [LeaseGroups(2)]
-    assert decide(worker_state(held=HELD, max_groups=2)) == []
-
-
-def test_lost_leases_are_aborted_and_make_room() -> None:
-    assert decide(worker_state(held=HELD, lost=("a", "not mine"))) == [Abort(frozenset({"a"})), LeaseGroups(3)]
-
-
-def test_a_stale_replica_goes_on_with_what_it_holds() -> None:
-    assert decide(worker_state("STALE", held=HELD)) == []
-
-
-def test_dead_means_a_new_life_with_nothing_held() -> None:
-    assert decide(worker_state("DEAD", held=HELD)) == [Abort(HELD), Rejoin()]
-
-
-def test_a_dead_replica_ends_its_refit_before_it_enters_again() -> None:
-    assert decide(worker_state("DEAD", held=HELD, refitting=True)) == [Abort(HELD)]
-
-
-def test_a_proof_whose_answer_was_lost_is_given_again_under_a_new_id() -> None:
-    assert decide(worker_state("HEALTHY", torn=True, attempted="e1")) == [Rejoin()]
-    assert decide(worker_state("STALE", torn=True, attempted="e1")) == []
-
-
-def test_an_idle_replica_acknowledges_at_once() -> None:
-    announced = epoch()
-    assert decide(worker_state(epoch=announced)) == [Acknowledge(announced)]
-    assert decide(worker_state("STALE", epoch=announced)) == [Acknowledge(announced)]
-
-
-def test_without_in_flight_updates_generations_are_drained_first() -> None:
-    assert decide(worker_state(epoch=epoch(), held=HELD)) == []
-
-
-def test_lost_leases_are_not_waited_for() -> None:
-    announced = epoch()
-    actions = decide(worker_state(epoch=announced, held=HELD, lost=("a", "b")))
-    assert actions == [Abort(HELD), Acknowledge(announced)]
-
-
-def test_with_in_flight_updates_nothing_is_drained() -> None:
-    announced = epoch()
-    assert decide(worker_state(epoch=announced, held=HELD, in_flight_updates=True)) == [Acknowledge(announced)]
+    # of one timeline, a replica installs what the epoch says
+    assert decide(worker_state("STALE", weights=("t", 3), **rewound)) == [Acknowledge(epoch(version=2))]
 
 
 @pytest.mark.parametrize("state", ["announced", "transfer"])
@@ -152,37 +153,6 @@ def test_one_that_pulls_drains_first_unless_in_flight(busy: dict[str, Any]) -> N
     assert decide(worker_state(epoch=None, pulls=True)) == [LeaseGroups(4)]  # until then it leases
     # the others wait for one that has acknowledged, whatever it does by now
     assert decide(worker_state(epoch=here, **busy)) == [TakePart(here)]
-
-
-def test_a_transfer_is_joined_once() -> None:
-    transfer = epoch(state="transfer", acknowledged=(ME,))
-    assert decide(worker_state("STALE", epoch=transfer, attempted="e1")) == []
-
-
-def test_a_transfer_that_goes_on_without_this_replica_is_left_alone() -> None:
-    assert decide(worker_state("STALE", epoch=epoch(state="transfer", acknowledged=("rollout-other",)))) == []
-
-
-def test_a_verified_replica_leases_while_others_still_verify() -> None:
-    transfer = epoch(state="transfer", acknowledged=(ME, "rollout-other"), verified=(ME,))
-    assert decide(worker_state(epoch=transfer, attempted="e1")) == [LeaseGroups(4)]
-
-
-def test_a_replica_that_refused_waits_for_the_next_epoch() -> None:
-    transfer = epoch(state="transfer", acknowledged=(ME,), refused={ME: "timeout"})
-    assert decide(worker_state("STALE", epoch=transfer, attempted="e1")) == []
-    following = epoch(id="e2")
-    assert decide(worker_state("STALE", epoch=following, attempted="e1")) == [Acknowledge(following)]
-
-
-@pytest.mark.parametrize("state", ["done", "aborted"])
-def test_an_epoch_that_is_over_asks_for_nothing(state: str) -> None:
-    assert decide(worker_state(epoch=epoch(state=state))) == [LeaseGroups(4)]
-    assert decide(worker_state("STALE", epoch=epoch(state=state))) == []
-
-
-def test_an_epoch_of_others_does_not_stop_leasing() -> None:
-    assert decide(worker_state(epoch=epoch(members=("rollout-other",)))) == [LeaseGroups(4)]
 
 
 members = st.sets(st.sampled_from([ME, "rollout-other"])).map(tuple)

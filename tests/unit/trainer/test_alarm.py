@@ -31,8 +31,7 @@ BFLOAT16 = {"on_policy_token_mult_prob_error": 1.072, "on_policy_gen_kl_error": 
 
 
 @pytest.mark.parametrize(
-    ("given_up", "alarm"),
-    [((), None), (("nccl",), 1.0), (("nccl", "nccl-blocking"), 2.0), (("nccl-blocking",), 2.0)],
+    ("given_up", "alarm"), [((), None), (("nccl",), 1.0), (("nccl", "nccl-blocking"), 2.0), (("nccl-blocking",), 2.0)]
 )
 async def test_a_slower_way_of_the_weights_is_in_the_metrics_of_every_step(
     given_up: tuple[Backend, ...], alarm: float | None, tmp_path: Path

@@ -48,6 +48,8 @@ class Disk:
 class Learner:
     """One whose snapshots are written to `disk`."""
 
+    broken = None
+
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self.snapshots: list[weakref.ref[Write]] = []

@@ -122,10 +122,7 @@ def test_the_first_of_several_is_named_whichever_rank_holds_it(
     old = np.full((4, 3), -1.0)
     old[[1, 3]] = math.nan
     batch = made([0.0] * 4, 2, old_logprobs=old, ref_logprobs=-np.ones(12), teacher_logprobs=-np.ones(12))
-    with pytest.raises(
-        ServiceError,
-        match=r"^trajectory 'p0'\[1\] and 1 more of the 4.*log-prob",
-    ):
+    with pytest.raises(ServiceError, match=r"^trajectory 'p0'\[1\] and 1 more of the 4.*log-prob"):
         estimates(batch, configured(estimator, loss_fn, 2), owners)
 
 

@@ -86,7 +86,7 @@ def test_a_step_takes_the_rate_of_its_place_and_clips() -> None:
     settings = OptimizerConfig(kwargs=OptimizerKwargs(lr=1e-2, weight_decay=0, eps=1e-12))
     halving = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}
     optimizer = ModelOptimizer(model, settings, schedule(halving), 1.0, "policy")
-    optimizer.advance_schedule()
+    optimizer.rate.advance()
     model(torch.tensor([[3.0, -4.0, 12.0]])).sum().backward()
     assert optimizer.grad_norm() == pytest.approx(13.0)
     optimizer.step(13.0)

@@ -106,7 +106,7 @@ def test_what_is_proposed_has_a_place_on_its_hosts(per_host: int) -> None:
 def test_what_is_over_within_the_error_of_the_plan_is_a_warning() -> None:
     config = run_on("Qwen/Qwen3-8B", 8)
     needed = max(map(total, fit.phases(config, site(79.2, 8)).values())) / GIB
-    trainer_alone = fit.changed(config, {"rollout.device": "cpu"})
+    trainer_alone = fit.apply_changes(config, {"rollout.device": "cpu"})
     for over, warned, refused in ((0.99, False, False), (1.09, True, False), (1.11, False, True)):
         place = dataclasses.replace(site(needed / over, 8), replica=None)
         verdict = fit.judge(trainer_alone, place)
@@ -147,10 +147,10 @@ def test_a_part_is_there_where_it_is_taken() -> None:
 
 def test_a_replica_waits_for_a_layer_larger_than_a_bucket() -> None:
     config = run_on("Qwen/Qwen3-30B-A3B", 8)
-    small = fit.changed(config, {"weight_channel.bucket_bytes": 16 * GIB})
+    small = fit.apply_changes(config, {"weight_channel.bucket_bytes": 16 * GIB})
     by_bucket = [fit.replica(each, 80 * GIB, 0.9)[REPLICA_REFIT] for each in (config, small)]
-    layer = 2 * fit.models_of(config)["policy"].size.layer
-    largest = 2 * fit.models_of(config)["policy"].size.largest
+    layer = 2 * fit.list_models(config)["policy"].size.layer
+    largest = 2 * fit.list_models(config)["policy"].size.largest
     assert by_bucket[1] == 2 * 16 * GIB + largest
     assert by_bucket[0] > layer + 2 * largest
 

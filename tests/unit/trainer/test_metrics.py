@@ -35,12 +35,7 @@ def extent(record: AnyTrajectory) -> Extent:
 
 # two prompts of three tokens; the first is answered three times, the second conversation goes on once, after two tokens of its program
 BRANCHES = episode(
-    [
-        call(-1, [1, 2, 3], [4]),
-        call(-1, [1, 2, 3], [4, 5]),
-        call(1, [6, 7], [8], trained=False),
-        call(2, [9], [10, 11]),
-    ]
+    [call(-1, [1, 2, 3], [4]), call(-1, [1, 2, 3], [4, 5]), call(1, [6, 7], [8], trained=False), call(2, [9], [10, 11])]
 )
 
 
@@ -83,14 +78,7 @@ def test_calls_are_looked_at_for_repetition_one_by_one() -> None:
 
 def test_an_episode_takes_its_calls_contexts_and_shared_parts_once() -> None:
     assert extent(BRANCHES) == Extent(
-        prompt=3,
-        wrote=5,
-        paths=[4, 3 + 2 + 2 + 1 + 1 + 2],
-        calls=3,
-        roots=2,
-        rendered_again=3,
-        runs=0,
-        repeated=0,
+        prompt=3, wrote=5, paths=[4, 3 + 2 + 2 + 1 + 1 + 2], calls=3, roots=2, rendered_again=3, runs=0, repeated=0
     )
     batch, groups = reservation("a"), [group("a")]
     extents = [extent(BRANCHES), extent(trajectory([1], [2]))]

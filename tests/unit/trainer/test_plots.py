@@ -152,8 +152,7 @@ def test_a_value_far_from_the_others_is_marked_beyond_the_axis(far: float) -> No
 
 
 @pytest.mark.parametrize(
-    "values",
-    [[0.0, 0.0, 0.0, 0.0, 9.0], [1e-4, 1.0], [2.0, 2.1, 2.0, 90.0], [4e28, 5e28, 4e28], [1e3, 2e3, 9e5]],
+    "values", [[0.0, 0.0, 0.0, 0.0, 9.0], [1e-4, 1.0], [2.0, 2.1, 2.0, 90.0], [4e28, 5e28, 4e28], [1e3, 2e3, 9e5]]
 )
 def test_a_value_that_is_not_far_stays_on_the_axis(values: list[float]) -> None:
     page = render([line(step, reward=0.0, entropy=value) for step, value in enumerate(values)], "run")

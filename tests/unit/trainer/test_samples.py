@@ -25,13 +25,7 @@ from headrace.run.journal import JOURNAL, Journal
 from headrace.run.sample_files import Kind, SampleFiles
 from headrace.run.samples import COLUMNS, by_group, failed_groups, make_sample
 from headrace_services.trainer.learning.batch import Batch
-from headrace_services.trainer.telemetry.batch_samples import (
-    as_markdown,
-    choose,
-    show,
-    training_records,
-    write_groups,
-)
+from headrace_services.trainer.telemetry.batch_samples import as_markdown, choose, show, training_records, write_groups
 from headrace_services.trainer.telemetry.telemetry import Telemetry
 from tests.support.buffer import make_group
 from tests.support.stored_samples import hostile_episode, hostile_sample

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from headrace.config import Config
 from headrace.run.metric_names import unknown
@@ -90,18 +91,14 @@ def test_with_no_replica_left_there_is_no_rate_of_generation_per_gpu() -> None:
 
 
 def test_the_meter_is_of_the_model_that_is_trained(tiny_model: Path) -> None:
-    def weights(overrides: dict[str, int]) -> int:
-        policy = {
-            "model_name": str(tiny_model),
-            "precision": "float32",
-            "hf_config_overrides": overrides,
-            "activation_checkpointing": True,
-            "logprob_chunk_size": 5,
-        }
-        meter = ThroughputMeter.of(Config.model_validate({"policy": policy, "trainer": {"device": "cpu"}}))
+    policy = {"precision": "float32", "activation_checkpointing": True, "logprob_chunk_size": 5}
+    config = Config.model_validate({"policy": policy, "trainer": {"device": "cpu"}})
+
+    def weights(**overrides: int) -> int:
+        meter = ThroughputMeter.of(config, AutoConfig.from_pretrained(tiny_model, **overrides))
         assert meter.peak.tflops > 0
         assert (meter.recompute, meter.chunked) == (True, True)
         assert meter.architecture is not None
         return meter.architecture.layer_weights
 
-    assert weights({"num_hidden_layers": 1}) * 2 == weights({})
+    assert weights(num_hidden_layers=1) * 2 == weights()

@@ -15,9 +15,10 @@ from headrace.config import Config
 from headrace.records.score import Score
 from headrace.records.trajectory import Span
 from headrace.replay import Evaluated
+from headrace.run.journal import Line
 from headrace.run.metric_names import unknown
 from headrace_services.trainer.control.decisions import Action
-from headrace_services.trainer.control.validation import Validations, reaches_target, summarize
+from headrace_services.trainer.control.validation import Validations, summarize
 from tests.unit.trainer.loop_cases import group, trajectory
 
 
@@ -72,12 +73,16 @@ def test_components_and_times_are_of_held_out_prompts_too() -> None:
         ("accuracy", 0.5, True),
         ("val:accuracy", 0.5, True),
         ("accuracy", 0.51, False),
-        ("pass_k", 0.1, False),
+        ("accuracy/sums", 0.1, False),
         (None, None, False),
     ],
 )
 def test_a_validation_ends_a_run_at_its_threshold_only(metric: str | None, threshold: float | None, ends: bool) -> None:
-    assert reaches_target({"accuracy": 0.5}, metric, threshold) is ends
+    stop = {"stop_at_validation_metric": metric, "stop_at_validation_threshold": threshold}
+    lines = [Line("validation", 0, "t", 0.0, {"accuracy": 0.5})]
+    nothing: Any = None
+    validations = Validations(Config.model_validate({"grpo": stop}), nothing, "t", nothing, nothing, lines)
+    assert validations.target_reached is ends
 
 
 async def test_the_time_to_read_and_report_results_is_the_validations() -> None:
@@ -106,7 +111,7 @@ async def test_the_time_to_read_and_report_results_is_the_validations() -> None:
     await validations.poll([])
     assert spent == []
     running: Any = Running(
-        version=0, validators=frozenset(), metrics=lambda: summarize([], 0, 0), failures=dict, failed=[], evaluated=[]
+        version=0, validators=frozenset(), metrics=lambda: summarize([], 0, 0), failed=[], evaluated=[]
     )
     validations.running = running
     await validations.poll([])
@@ -132,9 +137,7 @@ async def test_skipped_validations_are_said_in_the_order_of_versions() -> None:
     )
     stand_ins: list[Any] = [context, SimpleNamespace(publish=publish), SimpleNamespace(add_metrics=lambda *_: None)]
     validations = Validations(Config(), stand_ins[0], "t", stand_ins[1], stand_ins[2], [])
-    running: Any = SimpleNamespace(
-        version=2, metrics=lambda: summarize([], 2, 0), failures=dict, failed=[], evaluated=[]
-    )
+    running: Any = SimpleNamespace(version=2, metrics=lambda: summarize([], 2, 0), failed=[], evaluated=[])
     validations.running = running
     for version in (4, 6):
         await validations.skip(version)

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from headrace.base.errors import ServiceError
-from headrace_services.refit.backends import MOST_LOST, Backend, Backends
+from headrace_services.refit.backends import MOST_LOST, Backend, Backends, nccl_problem
 
 SHARED = "they share GPU-a"
 PAIR = ("a", "b")
@@ -96,3 +96,25 @@ def test_who_names_nccl_gets_an_error_with_what_to_try_and_not_gloo() -> None:
         "gloo",
     ):
         assert token in str(refused.value)
+
+
+A, B, MIG = ["GPU-a"], ["GPU-b"], ["MIG-x"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "replicas", "problem"),
+    [
+        (A, {"one": B, "two": ["GPU-c", "GPU-d"]}, None),
+        (A, {"one": B, "two": A}, "the trainer and replica two share GPU-a"),
+        (A, {"one": B, "two": ["GPU-c", "GPU-b"]}, "replica one and replica two share GPU-b"),
+        (A, {"one": MIG}, "replica one has MIG-x, an instance of a divided GPU"),
+        (MIG, {"one": A}, "the trainer has MIG-x, an instance of a divided GPU"),
+        (A, {"one": []}, "replica one names no GPU"),
+        ([], {"one": A}, "the trainer names no GPU"),
+    ],
+)
+def test_nccl_needs_whole_gpus_none_of_which_is_shared(
+    trainer: list[str], replicas: dict[str, list[str]], problem: str | None
+) -> None:
+    found = nccl_problem(trainer, replicas)
+    assert found is None if problem is None else problem in (found or "")

@@ -45,30 +45,6 @@ def test_who_has_less_than_others_is_late() -> None:
 def test_only_who_broke_the_transfer_is_at_fault() -> None:
     epoch = msgspec.structs.replace(EPOCH, refused={"a": "gone", "c": "no such parameter"}, interrupted=("a",))
     assert membership.at_fault(epoch) == {"c"}
-    assert membership.was_interrupted(epoch)
-    assert not membership.was_interrupted(msgspec.structs.replace(EPOCH, refused={"c": "no such parameter"}))
-
-
-A, B, MIG = ["GPU-a"], ["GPU-b"], ["MIG-x"]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "replicas", "problem"),
-    [
-        (A, {"one": B, "two": ["GPU-c", "GPU-d"]}, None),
-        (A, {"one": B, "two": A}, "the trainer and replica two share GPU-a"),
-        (A, {"one": B, "two": ["GPU-c", "GPU-b"]}, "replica one and replica two share GPU-b"),
-        (A, {"one": MIG}, "replica one has MIG-x, an instance of a divided GPU"),
-        (MIG, {"one": A}, "the trainer has MIG-x, an instance of a divided GPU"),
-        (A, {"one": []}, "replica one names no GPU"),
-        ([], {"one": A}, "the trainer names no GPU"),
-    ],
-)
-def test_nccl_needs_whole_gpus_none_of_which_is_shared(
-    trainer: list[str], replicas: dict[str, list[str]], problem: str | None
-) -> None:
-    found = membership.nccl_problem(trainer, replicas)
-    assert found is None if problem is None else problem in (found or "")
 
 
 RENDEZVOUS = Rendezvous(
