@@ -31,7 +31,7 @@ from headrace.base.tls import CertificateFiles
 from headrace.net.credentials import Credentials, load_credentials, write
 
 if TYPE_CHECKING:
-    from starlette.responses import Response
+    from fastapi.responses import Response
 
     from headrace.config import Config
 
@@ -223,7 +223,7 @@ class Guard:
         await self._app(scope, receive, with_headers(send))
 
     async def _sign_in(self, receive: Any, send: Any, *, secure: bool) -> None:
-        from starlette.responses import Response
+        from fastapi.responses import Response
 
         body, more = b"", True
         while more and len(body) <= _LONGEST_SIGN_IN:
@@ -258,7 +258,7 @@ def code_file(run_folder: Path) -> Path:
 
 
 def _refusing(denial: Denial, *, page: bool = False) -> Response:
-    from starlette.responses import HTMLResponse, JSONResponse
+    from fastapi.responses import HTMLResponse, JSONResponse
 
     headers = {"www-authenticate": "Bearer"} if denial.status == 401 else {}
     if page:
