@@ -59,6 +59,16 @@ class Size:
     messages: int
 
 
+def _fork_beside_grpc() -> None:
+    """Have gRPC leave forks of this process alone."""
+    os.environ[FORK_HANDLERS] = "0"
+    import grpc  # noqa: F401 - it reads the variable now
+
+    del os.environ[FORK_HANDLERS]  # the processes that tests start have the defaults
+
+
+_fork_beside_grpc()  # before the conftest of a folder, which may import it
+
 # At night a file of these takes five minutes of a core at most. `--calls` gives a single file hours.
 DAY, NIGHT = Size(15, 1_500, 60), Size(400, 40_000, 2_000)
 
@@ -76,17 +86,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _fork_beside_grpc() -> None:
-    """Have gRPC leave forks of this process alone."""
-    os.environ[FORK_HANDLERS] = "0"
-    import grpc  # noqa: F401 - it reads the variable now
-
-    del os.environ[FORK_HANDLERS]  # the processes that tests start have the defaults
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    _fork_beside_grpc()
     config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
     config.addinivalue_line("markers", "limits: what is different in the limits of the test's run")
     settings.load_profile("night" if config.getoption("nightly") else "day")
