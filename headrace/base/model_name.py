@@ -40,10 +40,8 @@ class Kind:
             return True
         try:
             return self._is_cached(name)
-        except (
-            ImportError
-        ):  # huggingface_hub comes with the libraries that load models, so not with the base installation
-            return False
+        except ImportError:
+            return False  # huggingface_hub comes with the libraries that load models, so not with the base installation
 
     def check(self, key: str, name: str) -> None:
         """Raise `ServiceError` unless `name`, the value of the configuration's `key`, names one.
