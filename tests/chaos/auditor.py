@@ -272,12 +272,15 @@ def a_clock_is_nobodys_fault(e: Evidence) -> Iterator[str]:
 
 def a_wrong_replica_trains_no_more(e: Evidence) -> Iterator[str]:
     """A replica that computes something else has no weight once it is noticed: nothing that it hands in later is trained. Others go on."""
+    timelines = list(dict.fromkeys(line.timeline for line in e.lines))
     for wrong in e.quarantined:
         if wrong.holds or not wrong.healthy:
             healthy = ", ".join(wrong.healthy) or "nobody"
             yield f"{wrong.replica} was quarantined, and held {wrong.holds} groups later, while {healthy} was healthy"
+        # a timeline that a rewind ended before may have come further, when the replica was right
+        ended = timelines[: timelines.index(wrong.timeline)] if wrong.timeline in timelines else []
         for batch in e.observed:
-            for group, t in ((g, t) for g in batch.groups for t in g.trajectories):
+            for group, t in ((g, t) for g in batch.groups for t in g.trajectories if batch.timeline not in ended):
                 if t.replica == wrong.replica and max(t.versions, default=0) > wrong.version:
                     yield f"step {batch.step}: {group.id}[{t.index}] is of {wrong.replica}, quarantined at version {wrong.version}"
 

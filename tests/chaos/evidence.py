@@ -139,10 +139,11 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True)
 class Quarantined:
-    """A replica that computed something else: the newest version when it was quarantined, groups that it held some steps later, and who was
-    healthy then."""
+    """A replica that computed something else: the timeline and the newest version when it was quarantined, groups that it held some steps
+    later, and who was healthy then."""
 
     replica: str
+    timeline: str
     version: int
     holds: int
     healthy: tuple[str, ...]
@@ -251,7 +252,8 @@ def read(folder: Path) -> Evidence:
         held_out=len(_lines(folder / "held_out.jsonl")),
         moved=tuple(_moved(moved, story["struck"][moved["number"]]["time"]) for moved in story["moved"]),
         quarantined=tuple(
-            Quarantined(q["replica"], q["version"], q["holds"], tuple(q["healthy"])) for q in story["quarantined"]
+            Quarantined(q["replica"], q["timeline"], q["version"], q["holds"], tuple(q["healthy"]))
+            for q in story["quarantined"]
         ),
         killed=(
             *(s["victim"] for s in story["struck"] if s["fault"]["kind"] == "kill"),

@@ -451,14 +451,14 @@ class Faults:
         async with asyncio.timeout(_FLEET_DEADLINE_S):
             while (member := (await self._view.fleet()).get(victim)) is None or member.state != "QUARANTINED":  # noqa: ASYNC110 - in the server
                 await asyncio.sleep(0.1)
-        version = self._view.now().next_step
+        now = self._view.now()
         async with asyncio.timeout(_STEPS_DEADLINE_S):
             await self._view.steps(_STEPS)
             # between a step and the next refit nobody is, for a moment
             while not (healthy := await self._view.healthy()):  # noqa: ASYNC110 - in the server
                 await asyncio.sleep(0.1)
         later = (await self._view.fleet()).get(victim, member)
-        self.quarantined.append(Quarantined(member.id, version, later.holds, healthy))
+        self.quarantined.append(Quarantined(member.id, now.timeline, now.next_step, later.holds, healthy))
         noise(self._folder, victim).unlink()
         self._processes[victim].kill()  # its operator has mended it, and starts it again
 

@@ -434,7 +434,7 @@ def test_a_clock_that_did_not_move_or_that_hurt_somebody() -> None:
 
 
 def test_a_replica_that_is_trained_on_after_it_was_found_wrong() -> None:
-    wrong = Quarantined("wrong", 2, 0, ("rollout-2",))
+    wrong = Quarantined("wrong", SECOND, 2, 0, ("rollout-2",))
     assert objections(quarantined=(wrong,)) == set()
     assert objections(quarantined=(dataclasses.replace(wrong, holds=1),)) == {"a_wrong_replica_trains_no_more"}
     assert objections(quarantined=(dataclasses.replace(wrong, healthy=()),)) == {"a_wrong_replica_trains_no_more"}
@@ -448,6 +448,13 @@ def test_a_replica_that_is_trained_on_after_it_was_found_wrong() -> None:
     assert objections(quarantined=(wrong,), observed=(*others, *seen(3)), lineage=same) == {
         "a_wrong_replica_trains_no_more"
     }
+    right = good().observed[2]
+    assert (right.timeline, right.step) == (FIRST, 2)
+    early = with_trajectory(right, replica="wrong", versions=(2,))
+    for timeline, objects in ((FIRST, True), (SECOND, False)):
+        was_right = dataclasses.replace(wrong, timeline=timeline, version=1)
+        found = objections(quarantined=(was_right,), observed=(*good().observed[:2], early, *good().observed[3:]))
+        assert ("a_wrong_replica_trains_no_more" in found) is objects
 
 
 TABLE = "run chaos\n prompts 8 trained\nlearning curve: x/curve.png\ncheckpoint:     x/checkpoints/step_4/policy"
@@ -513,7 +520,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
             ],
             "murdered": [{"name": "rollout-1", "held": ["e0-train-0"]}, {"name": "rollout-2", "held": ["e0-train-0", "e0-train-1"]}],
             "moved": [{"number": 1, "machine": "up", "asked_s": -600, "seen_s": -599.0, "dead": ["rollout-1"], "over": 9.0}],
-            "quarantined": [{"replica": "r1", "version": 4, "holds": 0, "healthy": ["rollout-2"]}],
+            "quarantined": [{"replica": "r1", "timeline": "t", "version": 4, "holds": 0, "healthy": ["rollout-2"]}],
             "open": {"agents-1": 2},
             "exits": [{"name": "trainer", "code": 0, "by_us": False, "last_words": "", "time": 9.0}],
         },
@@ -594,7 +601,7 @@ def test_evidence_is_read_raw(tmp_path: Path) -> None:
     assert evidence.lost_writes == evidence.server_killed == (5.0,)
     assert evidence.held_out == 1
     assert evidence.moved == (Moved("up", -600, -599.0, ("rollout-1",), 6.0, 9.0),)
-    assert evidence.quarantined == (Quarantined("r1", 4, 0, ("rollout-2",)),)
+    assert evidence.quarantined == (Quarantined("r1", "t", 4, 0, ("rollout-2",)),)
     assert evidence.killed == ("trainer", "rollout-1", "rollout-2")
     assert evidence.restarted == (Restarted("trainer", -9), Restarted("reward", 75))
     assert evidence.closed
