@@ -29,6 +29,7 @@ from headrace_services.agents.session import Clocks, SessionLimits
 from tests.support.buffer import make_group
 from tests.support.toy_policy import END, ToyPolicy
 from tests.support.toy_sessions import CLOCKS, LIMITS, user
+from tests.support.waiting import eventually
 
 TIMELINE = "now"
 HI: Any = [user("hi")]
@@ -207,6 +208,16 @@ def unavailable(times: int) -> Callable[[SampleRequest], Any]:
 
 async def ask(client: openai.AsyncOpenAI, messages: Any = HI, **options: Any) -> Any:
     return await client.chat.completions.create(model="any", messages=messages, **options)
+
+
+async def ask_and_go(opened: Open, client: httpx.AsyncClient) -> None:
+    """Ask, and close the connection before there is an answer."""
+    asking = asyncio.create_task(client.post("/chat/completions", json={"messages": HI}))
+    calls = opened.episode.session.calls
+    await eventually(lambda: [call.readers for call in calls] == [1])
+    asking.cancel()
+    await asyncio.wait([asking])
+    await eventually(lambda: calls[0].readers == 0)
 
 
 def gate(opened: Open) -> asyncio.Event:

@@ -20,9 +20,10 @@ from headrace.records.score import Score
 from headrace.replay import ReplayClient
 from headrace.v1 import reward_pb2, reward_pb2_grpc
 from headrace_services.replay.scorer import run_scorer
-from headrace_services.reward import attached
+from headrace_services.reward import attached, served
 from headrace_services.reward.main import Running, running
 from tests.support.processes import started
+from tests.support.waiting import STALL_S
 
 WAIT_S = 60.0
 
@@ -72,13 +73,14 @@ async def start_hub(
     env: dict[str, Any], credentials: Path | None = None, tls_ca: Path | None = None, **reward: Any
 ) -> AsyncIterator[Hub]:
     """With `credentials`, a file, its caller is the scorer of that file. One worker has the built-in environments unless `reward` says
-    otherwise: each takes a second of a core to start."""
+    otherwise: each takes a second of a core to start. An environment describes itself even if the machine stands still meanwhile."""
     given = {"credentials": credentials, "tls_ca": tls_ca}
     security = {name: str(file) for name, file in given.items() if file is not None}
     config = Config.model_validate({"env": env, "reward": {"port": 0, "workers": 1, **reward}, "security": security})
     token = None if credentials is None else Credentials(credentials).make_token_source("scorer")
-    async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}", token=token) as channel:
-        yield Hub(service, channel)
+    with mock.patch.object(served, "_DESCRIBE_TIMEOUT_S", STALL_S):
+        async with running(config) as service, rpc.channel(f"127.0.0.1:{service.port}", token=token) as channel:
+            yield Hub(service, channel)
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 
-import httpx
 import openai
 import pytest
 
@@ -17,7 +16,7 @@ from headrace.net.replica_client import SampleRequest
 from headrace_services.agents import gateway as gateway_module
 from headrace_services.agents import metrics
 from tests.support.faulty_way import FAULTS, Fault, faulty_way
-from tests.support.gateways import HI, Open, ask, gate, open_episode
+from tests.support.gateways import HI, ask, ask_and_go, gate, open_episode
 from tests.support.toy_sessions import LIMITS, user
 from tests.support.waiting import eventually
 
@@ -31,16 +30,6 @@ async def test_a_client_that_times_out_and_retries_gets_the_first_answer() -> No
         await asking
         ending = await opened.episode.end()
     assert len(opened.replicas["replica-1"].policy.asked) == len(ending.calls) == 1
-
-
-async def ask_and_go(opened: Open, client: httpx.AsyncClient) -> None:
-    """Ask, and close the connection before there is an answer."""
-    asking = asyncio.create_task(client.post("/chat/completions", json={"messages": HI}))
-    calls = opened.episode.session.calls
-    await eventually(lambda: [call.readers for call in calls] == [1])
-    asking.cancel()
-    await asyncio.wait([asking])
-    await eventually(lambda: calls[0].readers == 0)
 
 
 async def test_a_client_that_leaves_midway_gets_the_whole_answer_next_time() -> None:
