@@ -192,6 +192,9 @@ class Faults:
             await self._view.steps(3)
         elif fault.kind == "clock":  # what the fault before has left is over
             await self._view.steps(1)
+            async with asyncio.timeout(_FLEET_DEADLINE_S):  # who was cut off comes back when its connections try again
+                while await self._view.dead():  # noqa: ASYNC110 - in the server
+                    await asyncio.sleep(0.1)
         elif fault.kind == "damaged":  # there is one before it
             async with asyncio.timeout(_STEPS_DEADLINE_S):
                 await eventually(lambda: len(published(self._checkpoints)) >= 2, pause_s=0.2)
