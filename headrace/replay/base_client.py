@@ -90,11 +90,11 @@ class BufferClient:
                 raise InvalidCall(f"{key!r} is no longer held; it was committed, dropped or rewound")
         return [value for value in values if value is not None]
 
-    async def make_room(self, refused: int = 0) -> int:
+    async def make_room(self, refused: int = 0, sheds: bool = True) -> int:
         """Maintain the buffer; called once a second. Its run time advances, what is due ends, and room is made if its server is at its
-        memory limit, also by sending groups back. `refused` is the number of bytes that it did not accept from the caller. Returns the
+        memory limit. `refused` is the number of bytes that it did not accept from the caller; `sheds`: groups may be sent back. Returns the
         refused bytes that still don't fit, or 0."""
-        return int(await self._connection.call("make_room", refused=refused, sheds=True))
+        return int(await self._connection.call("make_room", refused=refused, sheds=sheds))
 
     async def _until_done(self, function: str, **arguments: Any) -> None:
         """Call a function that does a bounded part of its work per call, and returns how much is left, until nothing is left."""

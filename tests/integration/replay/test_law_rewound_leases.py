@@ -224,7 +224,7 @@ async def test_law_2_what_later_weights_wrote_of_episodes_is_void(
     await refused(replay, WrongTimeline, second, 1, timeline)
 
 
-async def test_law_2_a_lease_of_episodes_that_allows_later_weights_alone_is_void(
+async def test_law_2_a_lease_of_episodes_for_later_weights_alone_is_void(
     replay: ReplayClient, played: list[Lease]
 ) -> None:
     """Its place is of a step for which the weights of the rewind are too old, perhaps; no call could be sampled before."""
@@ -241,7 +241,7 @@ async def test_law_2_a_lease_of_episodes_that_allows_later_weights_alone_is_void
     assert (await replay.runner_heartbeat(RUNNER, tokens)).lost == tuple(tokens[1:])
 
 
-async def test_law_2_what_an_abandoned_timeline_wrote_never_gets_into_an_episode(
+async def test_law_2_what_an_abandoned_timeline_wrote_enters_no_episode(
     replay: ReplayClient, played: list[Lease]
 ) -> None:
     """Not even once the run has come as far again, under a lease that went on."""
