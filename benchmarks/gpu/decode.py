@@ -13,7 +13,7 @@ from benchmarks.gpu.stage import Stage
 from benchmarks.refit import cpu_seconds
 from headrace.base.errors import HeadraceError
 from headrace_services.rollout.engine import describe, running_engine
-from headrace_services.trainer.memory.models import ModelSize, count_bytes
+from headrace_services.trainer.memory.models import ModelSize, element_size
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,7 +23,7 @@ PROMPT = 64
 
 def decode(stage: Stage) -> None:
     config = stage.config()
-    width = count_bytes(config.policy.rollout_precision[1])
+    width = element_size(config.policy.rollout_precision[1])
     nbytes = width * ModelSize.of(AutoConfig.from_pretrained(stage.model)).parameters
     read = 2 * engine.copy_rate(stage)  # a copy reads and writes
     stage.forget()

@@ -26,7 +26,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 2.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class _Kind:
     """What a key names: a directory with at least one of these `files`, or a model of the Hub that has one."""
 
     name: str
@@ -101,12 +101,12 @@ class Kind:
             ) from error
 
 
-MODEL = Kind(
+MODEL = _Kind(
     "model",
     ("config.json",),
     "give the directory of a Hugging Face causal language model, or the name of one on the Hugging Face Hub or in HF_HOME",
 )
-TOKENIZER = Kind(
+TOKENIZER = _Kind(
     "tokenizer",
     ("tokenizer_config.json", "tokenizer.json"),
     "give the directory of a Hugging Face tokenizer, or the name of a model on the Hugging Face Hub or in HF_HOME that has one",

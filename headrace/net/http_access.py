@@ -218,24 +218,24 @@ class Guard:
             await _refusing(denial, page=page)(scope, receive, with_headers(send))
             return
         if scope["path"] == SESSION and scope["method"] == "POST":
-            await self._sign_in(receive, send, secure=scope.get("scheme") == "https")
+            await self._sign_in(scope, receive, send)
             return
         await self._app(scope, receive, with_headers(send))
 
-    async def _sign_in(self, receive: Any, send: Any, *, secure: bool) -> None:
+    async def _sign_in(self, scope: Any, receive: Any, send: Any) -> None:
         from fastapi.responses import Response
 
         body, more = b"", True
         while more and len(body) <= _LONGEST_SIGN_IN:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
-        cookie = self._access.exchange(body, time.time(), secure=secure)
+        cookie = self._access.exchange(body, time.time(), secure=scope.get("scheme") == "https")
         if cookie is None:
             reason = "the code is wrong, or was already used; `headrace page RUN` prints another"
             response = _refusing(Denial(401, reason))
         else:
             response = Response(status_code=204, headers={"set-cookie": cookie})
-        await response({"type": "http"}, receive, with_headers(send))
+        await response(scope, receive, with_headers(send))
 
 
 def new_code(run_folder: Path) -> str:

@@ -66,7 +66,7 @@ class EpisodesClient(LeaseClient):
         await self._connection.call(
             "append",
             call.encode(),
-            **_episode(lease, index) | ({} if timeline is None else {"timeline": timeline}),
+            **_episode(lease, index) | {"timeline": timeline or lease.timeline},
             number=number,
             parent=call.parent,
             nonce=nonce,

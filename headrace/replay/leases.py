@@ -122,8 +122,12 @@ class LeaseClient(BufferClient):
 
 def fence(lease: Lease) -> dict[str, Any]:
     """Return the arguments of a call by which the buffer knows the lease (law 4)."""
-    own = {"timeline": lease.timeline, "incarnation": lease.incarnation}
-    return {**own, "group": lease.group.id, "token": lease.token}
+    return {
+        "timeline": lease.timeline,
+        "incarnation": lease.incarnation,
+        "group": lease.group.id,
+        "token": lease.token,
+    }
 
 
 def renewed(tokens: Sequence[str], progress: Sequence[int]) -> dict[str, Any]:

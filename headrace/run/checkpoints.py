@@ -203,12 +203,17 @@ def later_metrics(folder: Path, version: int) -> list[str]:
     return [name for name in dict.fromkeys(names) if (path_of(folder, version) / name).exists()]
 
 
+def read_state(checkpoint: Path) -> State:
+    """Read the state in the folder of one checkpoint. Raises one of `UNREADABLE`."""
+    return msgspec.json.decode((checkpoint / STATE).read_bytes(), type=State)
+
+
 def read_metrics(folder: Path, version: int) -> dict[str, float]:
     """Return all known metrics of checkpoint `version`, by the names of `checkpointing.metric_name`. Raises `ServiceError` if they can't be
     read."""
     path = path_of(folder, version) / STATE
     try:
-        metrics = msgspec.json.decode(path.read_bytes(), type=State).metrics
+        metrics = read_state(path.parent).metrics
         for name in later_metrics(folder, version):
             path = path_of(folder, version) / name
             metrics = metrics | msgspec.json.decode(path.read_bytes(), type=dict[str, float])
@@ -351,7 +356,7 @@ def _states(folder: Path) -> dict[int, State | None]:
         match = _PUBLISHED.fullmatch(path.name)
         if match and (path / STATE).is_file():
             try:
-                found[int(match[1])] = msgspec.json.decode((path / STATE).read_bytes(), type=State)
+                found[int(match[1])] = read_state(path)
             except UNREADABLE:
                 found[int(match[1])] = None
     return found

@@ -61,7 +61,7 @@ def collect(config: Config, version: int) -> Iterator[tuple[Manifest, Mapping[st
             name: StoredFile(path.stat().st_size, sums.get(name) or checkpoints.digest_of(path))
             for name, path in paths.items()
         }
-        state = msgspec.json.decode((folder / "checkpoint" / STATE).read_bytes(), type=checkpoints.State)
+        state = checkpoints.read_state(folder / "checkpoint")
         metrics = checkpoints.read_metrics(source, version)
         yield Manifest(config.run.id or "", version, state.timeline, time.time(), files, metrics), paths
 
@@ -225,7 +225,7 @@ def _fetch(
 def _install(manifest: Manifest, unfinished: Path, folder: Path, run_folder: Path) -> None:
     """Bring what was fetched to its places, the checkpoint last. Once this returns, it survives a power cut."""
     checkpoint = unfinished / "checkpoint"
-    if manifest.metrics != msgspec.json.decode((checkpoint / STATE).read_bytes(), type=checkpoints.State).metrics:
+    if manifest.metrics != checkpoints.read_state(checkpoint).metrics:
         (checkpoint / checkpoints.metrics_name(manifest.timeline)).write_bytes(msgspec.json.encode(manifest.metrics))
     _forget_folders(unfinished / "run" / SAVED)
     (folder / CHAIN).unlink(missing_ok=True)  # of starts that led to no checkpoint

@@ -32,7 +32,7 @@ from headrace.config import Config
 from headrace_services.trainer.learning.algorithms import required_passes
 from headrace_services.trainer.memory.models import (
     NotPlanned,
-    count_bytes,
+    element_size,
     list_models,
     micro_batch,
     packs,
@@ -48,7 +48,7 @@ from headrace_services.trainer.memory.parts import (
     Parts,
     activations,
     count_cached_tokens,
-    count_token_cache,
+    kv_bytes_per_token,
     replica_memory,
     total,
     trainer_phases,
@@ -189,7 +189,7 @@ def phases(config: Config, site: Site) -> dict[str, Parts]:
 
 
 def _replica_width(config: Config) -> int:
-    return count_bytes(config.policy.rollout_precision[1])
+    return element_size(config.policy.rollout_precision[1])
 
 
 def _share(config: Config) -> float:
@@ -221,7 +221,7 @@ def _least(config: Config, parts: Parts) -> Parts:
     """Return a replica's parts with the smallest KV cache with which vLLM starts: for one sequence of the longest length."""
     engine = config.policy.generation.vllm_cfg
     size = list_models(config)["policy"].size
-    token = count_token_cache(size, _replica_width(config), engine.tensor_parallel_size)
+    token = kv_bytes_per_token(size, _replica_width(config), engine.tensor_parallel_size)
     return parts | {KV_CACHE: math.ceil(config.policy.max_total_sequence_length * token)}
 
 

@@ -246,7 +246,7 @@ def list_models(config: Config) -> dict[str, ModelUse]:
     """Return the models that the run's trainer holds, by name; the policy is the first."""
     passes = required_passes(config, optimizer_steps=1)
     settings, generation, recompute = config.policy, config.policy.generation, config.policy.recomputes("cuda")
-    chunk, width = settings.chunk_size("cuda"), count_bytes(settings.precision)
+    chunk, width = settings.chunk_size("cuda"), element_size(settings.precision)
     size = _size(
         config,
         "policy.model_name",
@@ -272,7 +272,7 @@ def list_models(config: Config) -> dict[str, ModelUse]:
         rows = config.value.train_micro_batch_size
         tokens = None if rows is None or packs(settings) else rows * settings.max_total_sequence_length
         found["value"] = ModelUse(
-            head, count_bytes(precision), trained=True, chunk=None, recompute=recompute, tokens=tokens
+            head, element_size(precision), trained=True, chunk=None, recompute=recompute, tokens=tokens
         )
     return found
 
@@ -347,6 +347,6 @@ def _configuration(key: str, name: str, overrides: dict[str, Any]) -> Any:
         ) from error
 
 
-def count_bytes(precision: str) -> int:
-    """Return the bytes of a number."""
+def element_size(precision: str) -> int:
+    """Return the bytes of an element in this precision."""
     return 4 if precision == "float32" else 2

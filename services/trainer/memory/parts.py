@@ -229,11 +229,11 @@ def replica_memory(
     return parts
 
 
-def count_token_cache(size: ModelSize, width: int, parallel: int) -> float:
+def kv_bytes_per_token(size: ModelSize, width: int, parallel: int) -> float:
     """Return the bytes of a token's keys and values on each of `parallel` GPUs."""
     return 2 * len(size.layers) * size.key * width / parallel
 
 
 def count_cached_tokens(size: ModelSize, width: int, parallel: int, cache: int) -> int:
     """Return how many tokens' keys and values fit into `cache` bytes on each of `parallel` GPUs."""
-    return int(cache // count_token_cache(size, width, parallel))
+    return int(cache // kv_bytes_per_token(size, width, parallel))
