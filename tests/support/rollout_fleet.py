@@ -108,7 +108,12 @@ class Process:
         values = [float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"{sample} ")]
         return values[0] if values else 0.0
 
+    async def sampled(self) -> float:
+        """Tokens that the engine has sampled so far."""
+        return await self.metric("headrace_rollout_engine_generated_tokens_total")
+
     async def generating(self) -> bool:
+        """Whether it has requests, which the engine may not have begun."""
         return await self.metric("headrace_rollout_requests_running") > 0
 
     def children(self) -> list[int]:

@@ -88,15 +88,17 @@ def difference(fleet: Fleet, asked: SampleRequest, it: Sampled) -> float:
 
 
 async def sampling(client: ReplicaClient, replica: Process, asked: SampleRequest) -> asyncio.Task[Sampled]:
-    """Make a call, and return it once the engine is at work on it. One that was over before anybody looked is made again."""
+    """Make a call, and return it once the engine has sampled tokens for it. One that was over before anybody looked is made again."""
+    before = await replica.sampled()
     call = asyncio.create_task(client.sample(asked))
 
     async def look() -> bool:
-        nonlocal call
+        nonlocal before, call
         if call.done():
             call.result()
+            before = await replica.sampled()
             call = asyncio.create_task(client.sample(asked))
-        return await replica.generating()
+        return await replica.sampled() > before
 
     await eventually(look)
     return call

@@ -380,7 +380,7 @@ def _ended(descriptor: int) -> None:
 @pytest.mark.nightly  # test_calls.py has a refit in flight every day, in the same engine loop
 async def test_a_refit_in_flight_marks_the_tokens_of_either_version(fleet: Fleet, second: Process) -> None:
     version = await fleet.trained_step()
-    group = await running_group(fleet, lambda _: second.generating())
+    group = await running_group(fleet, lambda group: _saved(fleet, group))
     fleet.policy.train()
     report = await fleet.refit(version + 1)
     assert report.verified == (second.replica,)
