@@ -24,7 +24,7 @@ from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.object_store import RunStore, StoreStatus, list_problems, write_status
 from headrace_services.trainer.control import uploads
 from headrace_services.trainer.control.uploads import Uploads
-from tests.support.s3_server import CUT, DONE, S3Server, s3_server
+from tests.support.s3_server import CUT, DONE, S3Server, moto_server, s3_server
 from tests.support.stored_runs import RUN, Machine
 from tests.support.waiting import wait_until
 
@@ -63,12 +63,17 @@ def first(s3: S3Server, machine: Make) -> Machine:
     return first
 
 
-@pytest.mark.parametrize("kind", ["s3", "file"])
-def test_an_empty_machine_continues_from_the_store(s3: S3Server, machine: Make, tmp_path: Path, kind: str) -> None:
-    url = URL if kind == "s3" else f"file://{tmp_path}/mount"
+@pytest.fixture(params=["s3", "file", pytest.param("moto", marks=pytest.mark.nightly)])
+def url(request: pytest.FixtureRequest, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a store of each kind; moto's has another reading of the protocol than `s3`."""
+    with moto_server(tmp_path, monkeypatch) if request.param == "moto" else contextlib.nullcontext():
+        yield f"file://{tmp_path}/mount" if request.param == "file" else URL
+
+
+def test_an_empty_machine_continues_from_the_store(machine: Make, url: str) -> None:
     first = machine("first", url)
     assert first.start("t1") == 0
-    first.publish(10)
+    first.publish(10, b"in several parts" * 2**20)
     first.send(20, accuracy=0.5)
     first.checkpoints.add_metrics(20, "t1", {"val:late": 0.75})
     first.uploads.wake()
