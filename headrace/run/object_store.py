@@ -230,7 +230,9 @@ class RunStore:
         for name in self.list_objects("manifests"):
             match = _MANIFEST.fullmatch(name.removeprefix("manifests/"))
             if match and match[2] not in timelines:
-                raise CodecError(self.say_lost(f"the start of {name}"))
+                timelines.update(start.timeline for start in self.starts())  # of a trainer that has begun since
+                if match[2] not in timelines:
+                    raise CodecError(self.say_lost(f"the start of {name}"))
             if match and on_chain(starts, {int(match[1]): match[2]}):
                 found[int(match[1])] = name
         return dict(sorted(found.items()))

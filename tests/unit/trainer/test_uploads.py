@@ -71,10 +71,10 @@ def url(request: pytest.FixtureRequest, s3: S3Server, tmp_path: Path, monkeypatc
         yield f"file://{tmp_path}/mount" if request.param == "file" else URL
 
 
-def test_an_empty_machine_continues_from_the_store(machine: Make, url: str) -> None:
+def test_an_empty_machine_continues_from_the_store(url: str, machine: Make) -> None:
     first = machine("first", url)
     assert first.start("t1") == 0
-    first.publish(10, b"in several parts" * 2**20)
+    first.publish(10, b"two parts" * 2**20)
     first.send(20, accuracy=0.5)
     first.checkpoints.add_metrics(20, "t1", {"val:late": 0.75})
     first.uploads.wake()
@@ -408,6 +408,15 @@ def test_what_a_lost_answer_was_about_is_this_trainers_own(s3: S3Server, machine
     assert len(first.store.starts()) == 1
 
 
+def test_a_trainer_that_begins_while_another_looks_takes_nothing_from_the_chain(machine: Make, first: Machine) -> None:
+    first.send(10)
+    starts = first.store.starts()
+    second = machine("second")
+    second.start("t2", "t1")
+    second.send(20)
+    assert [*first.store.manifests(starts)] == [10]
+
+
 def test_of_two_trainers_that_start_at_once_one_is_refused(s3: S3Server, machine: Make) -> None:
     first, second = machine("first"), machine("second")
     assert first.claim()
@@ -628,12 +637,15 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("where", ["first", "elsewhere"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(each, marks=[pytest.mark.nightly] * ("of a file" in each)) for each in MOMENTS]
+)
 def test_law_4_what_a_frozen_trainer_asks_for_late_harms_nothing(
     s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch, moment: str, where: str
 ) -> None:
     """Its request reaches the store when its successor has sent a checkpoint, and has removed and kept others."""
     monkeypatch.setattr(uploads, "BEAT_S", 1000.0)
+    monkeypatch.setattr(object_store, "_PART", 1 << 16)
     first = machine("first", keep_top_k=2)
     first.start("t1")
     for version, accuracy in ((10, 0.5), (20, 0.4)):
@@ -652,7 +664,7 @@ def test_law_4_what_a_frozen_trainer_asks_for_late_harms_nothing(
         first.checkpoints.add_metrics(10, "t1", {"val:late": 1.0})
         first.uploads.wake()
     else:
-        first.publish(30, b"w" * (20_000_000 if "file" in moment else 1), accuracy=0.45)
+        first.publish(30, b"w" * 200_000, accuracy=0.45)
     assert reached.wait(20)
 
     # it keeps another one: what its predecessor is removing, or adds to, it has kept or removed
