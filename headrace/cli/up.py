@@ -131,7 +131,7 @@ def fetch_newest(config: Config) -> None:
     store = None if config.run.id is None else RunStore.of(config)
     if store is not None:
         with runs.lock(config):
-            stored_run.fetch_newest(config, store, lambda line: common.say(RunConsole(), line))
+            stored_run.fetch_newest(config, store, lambda line: common.say(RunConsole(), line), started=False)
 
 
 @contextlib.contextmanager
