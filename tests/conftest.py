@@ -183,6 +183,13 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
             _ = collector.obj
 
 
+@pytest.hookimpl(specname="pytest_collection_modifyitems", wrapper=True)
+def one_parses_for_all() -> Iterator[None]:
+    """Hypothesis looks for constants in all of the product's files, and keeps them by file: in a fresh checkout, one process does it."""
+    with FileLock(folder_of_sockets() / "constants"):
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -90,8 +90,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
     accuracy that of the built-in one. What is killed was started as a person starts it, in a hostile shell; later, trainer and replica
     are forked, which spares half of what a start takes."""
     place = tmp_path_factory.mktemp("runs")
-    # a third of the demo's steps, at three times its rate
-    shortened = ("policy.optimizer.kwargs.lr=3e-4", "grpo.val_period=0", "checkpointing.save_period=2")
+    # a third of the demo's steps and half of its prompts, at three times its rate
+    shortened = (
+        "policy.optimizer.kwargs.lr=3e-4",
+        "grpo.num_prompts_per_step=16",
+        "grpo.val_period=0",
+        "checkpointing.save_period=2",
+    )
     arguments = demo_arguments(place, warm_model, *shortened)
     arguments += own_reward(place)
     environ = {**os.environ, **LOUD.environ(place)}
