@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from headrace.base.errors import CodecError, InvalidCall, ReplayUnavailable, WrongTimeline
@@ -16,6 +16,8 @@ from headrace.replay.records import Lease, unpack
 
 log = logging.getLogger(__name__)
 
+# How long a service that is stopped waits for a buffer that does not answer. It does so twice, and a pod has 30 s in all.
+PARTING_S = 10.0
 # A payload that no call has made visible expires after this many seconds.
 STAGED = b"60"
 # A payload of up to this many bytes travels in the call that makes it visible, which saves client and server a command. A larger one
@@ -41,6 +43,30 @@ async def wait_for_work(
                 await asyncio.wait(rest, timeout=spread_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await cancel((news, *rest))
+
+
+async def take_turn(turn: Coroutine[Any, Any, None], stop: asyncio.Event) -> None:
+    """Await a turn of a service. After `stop` it has `PARTING_S` left, in which the buffer may still answer, and is cancelled then."""
+    running, stopped = asyncio.create_task(turn), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((running,), timeout=PARTING_S)
+    finally:
+        await cancel((running, stopped))
+    if not running.cancelled():
+        running.result()
+
+
+async def leave(deregister: Awaitable[None]) -> None:
+    """Await the call by which a service leaves. It stays without effect, with a warning, if the buffer does not answer within
+    `PARTING_S`."""
+    try:
+        async with asyncio.timeout(PARTING_S):
+            await deregister
+    except (ReplayUnavailable, TimeoutError) as error:
+        log.warning(
+            "could not deregister, so the leases stay until they expire: %s", error or "the buffer does not answer"
+        )
 
 
 class LeaseClient(BufferClient):

@@ -37,7 +37,7 @@ from headrace.net import tracing
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Call, Lane, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
-from headrace.replay.leases import wait_for_work
+from headrace.replay.leases import leave, take_turn, wait_for_work
 from headrace_services.agents import decisions, metrics
 from headrace_services.agents.decisions import Outcome
 from headrace_services.agents.fleet import Fleet
@@ -128,7 +128,7 @@ class EpisodeRunner:
             while not stop.is_set():
                 if looking.done():
                     looking.result()
-                await self._turn()
+                await take_turn(self._turn(), stop)
                 await self._wait(stop)
         except ServiceError:  # concerns all episodes
             raise
@@ -138,10 +138,7 @@ class EpisodeRunner:
         finally:
             await cancel([looking])
             await self._end(list(self._held))
-            try:
-                await self._replay.deregister_runner(self.runner, died=died)
-            except ReplayUnavailable as error:
-                log.warning("could not deregister; the leases will expire: %s", error)
+            await leave(self._replay.deregister_runner(self.runner, died=died))
 
     async def _turn(self) -> None:
         self._changed.clear()

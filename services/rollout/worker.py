@@ -25,7 +25,7 @@ from headrace.net import tracing
 from headrace.net.replica_client import RenderRefused, ReplicaFenced, Sampled, SampleRequest
 from headrace.records.trajectory import Trajectory
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
-from headrace.replay.leases import wait_for_work
+from headrace.replay.leases import leave, take_turn, wait_for_work
 from headrace_services.refit.receiver import WeightReceiver
 from headrace_services.rollout import decisions
 from headrace_services.rollout.calls import check_request, complete
@@ -157,7 +157,7 @@ class RolloutWorker:
             while not stop.is_set():
                 if watchdog.done():
                     watchdog.result()
-                await self._turn()
+                await take_turn(self._turn(), stop)
                 await self._wait(stop)
         except Exception:
             died = True
@@ -547,10 +547,7 @@ class RolloutWorker:
         await self._stop_generating(self.held)
         if self._puller is not None:
             await self._puller.aclose()
-        try:
-            await self._replay.deregister(self.replica, died=died)
-        except ReplayUnavailable as error:
-            log.warning("could not deregister, so the leases stay until they expire: %s", error)
+        await leave(self._replay.deregister(self.replica, died=died))
 
     async def _save_all(self) -> None:
         """Abort all generations. Each saves its unfinished trajectory, so that another replica can continue it."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.config import Config
-from headrace.replay import Lease, ReplayClient
+from headrace.replay import Lease, ReplayClient, leases
 from headrace.replay.connection import open_redis
 from headrace_services.rollout.decisions import Abort
 from headrace_services.rollout.worker import RolloutWorker
@@ -67,6 +67,35 @@ async def test_law_6_what_a_replica_held_whose_engine_died_is_suspected(leasing:
         group = await leasing.group(lease.group.id)
         assert group is not None
         assert (group["state"], group["replica"], group["failures"]) == ("open", "", 0)
+
+
+class Silent(ReplayClient):
+    """Its buffer answers nothing after the registration."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked = asyncio.Event()
+
+    async def heartbeat(self, *_: Any) -> Any:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+    async def deregister(self, *_: Any, **__: Any) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_law_6_liveness_a_silent_buffer_keeps_no_replica_from_leaving(
+    redis_url: str, replay: ReplayClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "PARTING_S", 0.05)
+    client = Silent(open_redis(redis_url), replay.run_id)
+    worker, stop = RolloutWorker(Config(), Engine(errored=False), client, {}), asyncio.Event()  # type: ignore[arg-type]
+    running = asyncio.create_task(worker.run(stop))
+    await client.asked.wait()
+    stop.set()
+    await running
+    assert [it.id for it in await replay.replicas()] == [worker.replica]
+    await client.aclose()
 
 
 async def test_a_group_refused_before_the_heartbeat_is_lost_once(leasing: Leasing) -> None:
