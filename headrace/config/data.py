@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.config.keys import ItemPath
 from headrace.config.marks import CodePath, Fixed, MayChange, ReadPath
 from headrace.config.section import Section
 
@@ -229,8 +230,19 @@ class DataConfig(Section):
     @property
     def sources(self) -> list[DataSourceConfig]:
         """All data sets that the run may ask."""
-        evaluated = (source for source in (self.evaluate or {}).values() if source is not None)
-        return [*self.train, *self.validation, *evaluated]
+        return [*self.places.values()]
+
+    @property
+    def places(self) -> dict[ItemPath, DataSourceConfig]:
+        """All data sets that the run may ask, by their keys in the configuration."""
+        lists = {"train": self.train, "validation": self.validation}
+        listed = {
+            ("data", part, number): source for part, sources in lists.items() for number, source in enumerate(sources)
+        }
+        evaluated = {
+            ("data", "evaluate", name): source for name, source in (self.evaluate or {}).items() if source is not None
+        }
+        return {**listed, **evaluated}
 
     @model_validator(mode="after")
     def _evaluates_what_there_is(self) -> DataConfig:
