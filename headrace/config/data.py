@@ -235,14 +235,11 @@ class DataConfig(Section):
     @property
     def places(self) -> dict[ItemPath, DataSourceConfig]:
         """All data sets that the run may ask, by their keys in the configuration."""
-        lists = {"train": self.train, "validation": self.validation}
-        listed = {
-            ("data", part, number): source for part, sources in lists.items() for number, source in enumerate(sources)
-        }
-        evaluated = {
-            ("data", "evaluate", name): source for name, source in (self.evaluate or {}).items() if source is not None
-        }
-        return {**listed, **evaluated}
+        places: dict[ItemPath, DataSourceConfig] = {}
+        for part, sources in (("train", self.train), ("validation", self.validation)):
+            places |= {("data", part, number): source for number, source in enumerate(sources)}
+        evaluated = (self.evaluate or {}).items()
+        return places | {("data", "evaluate", name): source for name, source in evaluated if source is not None}
 
     @model_validator(mode="after")
     def _evaluates_what_there_is(self) -> DataConfig:
