@@ -73,6 +73,11 @@ class DataSourceConfig(Section):
         description="field of a row with the expected answer; null: the last message of the problem if it is the assistant's, else no "
         "answer",
     )
+    info_keys: Fixed[list[str] | None] = Field(
+        None,
+        description="the other fields of a row that the environment gets (`extra_env_info`) and prompt_file may use; what the rest holds "
+        "does not matter. null: all of them, but none of a set on the Hub",
+    )
     task: Fixed[str | None] = Field(None, description="reasoning_gym: name of the task")
     processor: MayChange[CodePath[str | None]] = Field(
         None,

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.base import strict_json
 from headrace.base.errors import ConfigError
 from headrace.env.environment_file import run_file
 from headrace.env.reward_function import TRL, VERL
@@ -82,7 +81,8 @@ def check_carried(fields: dict[str, Any]) -> None:
                 raise BadRow(f"the field name {name!r} is not text; rename the field", "a field name is not text")
             if error := _refusal({name: value}):
                 kind = f"field {name!r} can't be stored as JSON and msgpack"
-                raise BadRow(f"{kind} ({error}); write it as text, or leave it out", kind)
+                remedy = "write it as text, or leave it out: info_keys names the fields that the environment needs"
+                raise BadRow(f"{kind} ({error}); {remedy}", kind)
 
 
 def _refusal(fields: dict[str, Any]) -> Exception | None:
@@ -144,7 +144,7 @@ def _parse(text: str) -> Any:
     try:
         if not text.isascii():
             text.encode()
-        return strict_json.decode(text)
+        return json.loads(text)  # NaN in a field that nobody asks for is no reason to refuse the row
     except UnicodeEncodeError as error:
         raise BadRow(f"it is not UTF-8 (byte {ord(text[error.start]) - 0xDC00:#x})", "it is not UTF-8") from error
     except RecursionError as error:
