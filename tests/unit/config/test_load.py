@@ -273,6 +273,22 @@ def test_a_value_that_cant_be_is_one_line_with_key_value_and_remedy(file: Path, 
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.reward_scaling.target_max=1e308",
+        "grpo.reward_scaling.source_min=-1e308",
+        "grpo.reward_shaping.overlong_buffer_penalty=1e308",
+        "grpo.adv_estimator={name: gdpo, reward_weights: [1e308]}",
+        "env.both={type: combine, parts: {adder: 1e308}}",
+    ],
+)
+def test_what_multiplies_rewards_is_bounded_as_they_are(file: Path, override: str) -> None:
+    message = refusal(file, override)
+    assert len(message.splitlines()) == 1, message
+    assert "1000000000" in message
+
+
 def test_the_deadline_of_a_checkpoint_is_days_to_seconds(file: Path) -> None:
     config = load(file, ["checkpointing.checkpoint_must_save_by='01:03:30:05'"], {})
     assert config.checkpointing.must_save_by_s == ((24 + 3) * 60 + 30) * 60 + 5
