@@ -180,6 +180,17 @@ def test_two_engines_over_each_other_are_refused(config: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("command", ["config check", "up"])
+@pytest.mark.parametrize("besides", ["policy.precision=float32", "policy.precision=float3"])
+def test_no_refusal_shows_what_came_from_the_environment(
+    config: Path, command: str, besides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HR_SECRET", "canary-1")
+    error = refused(*command.split(), config, "env.mine.command=['./${oc.env:HR_SECRET}']", besides)
+    assert "canary" not in error
+    assert "env.mine.command './${oc.env:HR_SECRET}' is not a program" in error
+
+
+@pytest.mark.parametrize("command", ["config check", "up"])
 @pytest.mark.parametrize(
     ("override", "said"),
     [
