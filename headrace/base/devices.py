@@ -206,6 +206,14 @@ def plan(devices: Sequence[Device], *, ranks: int, replicas: int, slice_size: in
     return found
 
 
+def say_one_node(size: int, there: str) -> str:
+    """Return why a replica of `size` devices has no place on a node, which has so many `there` (`8 GPUs of a host`)."""
+    return (
+        f"policy.generation.vllm_cfg.tensor_parallel_size {size} is more than the {there}, and a replica does not span nodes; lower it and "
+        "raise rollout.replicas, or take nodes with more GPUs"
+    )
+
+
 def visible(environ: Mapping[str, str]) -> Inventory:
     """Return the devices that this process may use: those of the installed ones that CUDA_VISIBLE_DEVICES names. Raises `ServiceError`,
     which is `UnusableGPU` if a lost GPU is among them."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.base.errors import HeadraceError, Problems
+from headrace.base.errors import ConfigError, HeadraceError, Problems
 from headrace.cli import common
 from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
@@ -32,6 +32,9 @@ def up(
     rollouts: Annotated[
         int | None, typer.Option(min=1, help="Rollout replicas to start; the same as rollout.replicas=N.")
     ] = None,
+    elsewhere: Annotated[
+        int, typer.Option(min=0, help="How many of these replicas others start, on other machines.")
+    ] = 0,
 ) -> None:
     """Start every service as a local process, show the run, and stop everything when it ends or on Ctrl-C.
 
@@ -44,6 +47,7 @@ def up(
         fetch_newest(examined.config)
         # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
         loaded, changes = runs.prepare(config, given)
+        here = _without(loaded, elsewhere)
         if line := nothing_left(loaded):
             common.say(RunConsole(), line)
             return
@@ -53,12 +57,12 @@ def up(
         with problems.gathered():
             check(loaded)
         problems.tell()
-    plan = device_plan.of(loaded)
+    plan = device_plan.of(here)
     if plan is not None:
-        plan, of_memory = device_plan.fit(loaded, plan)
+        plan, of_memory = device_plan.fit(here, plan)
         warnings += of_memory
-    threads = device_plan.plan_threads(loaded, plan)
-    warnings += device_plan.warn_of_threads(loaded, plan)
+    threads = device_plan.plan_threads(here, plan)
+    warnings += device_plan.warn_of_threads(here, plan)
     console = RunConsole()
 
     def say(line: str) -> None:
@@ -96,7 +100,7 @@ def up(
                 recorded(loaded.run_folder, StoppedBySignal),
                 open_display(console) as display,
             ):
-                run = asyncio.run(Pipeline(loaded, saved, plan, reserved, display).run())
+                run = asyncio.run(Pipeline(_without(loaded, elsewhere), saved, plan, reserved, display).run())
         except StoppedBySignal as interrupted:
             say(f"stopped; `run.id={loaded.run.id}` continues this run from {_resumes_from(loaded)}")
             raise typer.Exit(128 + interrupted.signum) from None
@@ -127,12 +131,22 @@ def up(
             say(f"warning: {line}")
 
 
+def _without(config: Config, elsewhere: int) -> Config:
+    """Return the configuration for what runs on this machine: without the replicas that others start. Raises `ConfigError`."""
+    replicas = config.rollout.replicas - elsewhere
+    if replicas < 0:
+        raise ConfigError(
+            f"--elsewhere {elsewhere}: rollout.replicas is {config.rollout.replicas}, those included; raise it"
+        )
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"replicas": replicas})})
+
+
 def fetch_newest(config: Config) -> None:
     """Fetch the run from its store, if it was continued on another machine."""
     store = None if config.run.id is None else RunStore.of(config)
     if store is not None:
         with runs.lock(config):
-            stored_run.fetch_newest(config, store, lambda line: common.say(RunConsole(), line))
+            stored_run.fetch_newest(config, store, lambda line: common.say(RunConsole(), line), started=False)
 
 
 @contextlib.contextmanager

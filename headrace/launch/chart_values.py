@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from headrace.base.devices import DeviceMemory, Site
+from headrace.base.devices import DeviceMemory, Site, say_one_node
 from headrace.base.errors import ConfigError, MissingPackage, ServiceError
 from headrace.config import Config
 from headrace.config.data import DataSourceConfig, HubName
@@ -118,10 +118,7 @@ def _check(config: Config, cluster: Cluster) -> None:
         )
     slice_size = config.policy.generation.vllm_cfg.tensor_parallel_size
     if _on_gpus(config.rollout.device, cluster) and slice_size > cluster.gpus_per_node:
-        raise ConfigError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {slice_size} is more than the {cluster.gpus_per_node} GPUs of a node, and a "
-            "replica does not span nodes; lower it, and raise rollout.replicas"
-        )
+        raise ConfigError(say_one_node(slice_size, f"{cluster.gpus_per_node} GPUs of a node"))
     if (folder := config.checkpointing.checkpoint_dir) is not None and not folder.startswith("runs/"):
         raise ConfigError(
             f"checkpointing.checkpoint_dir {folder}: pods keep what lies under runs/; give such a folder, or null: that of the run"

@@ -58,13 +58,17 @@ def plan_devices(config: Config, inventory: Inventory, versions: Mapping[str, st
     if not ranks + replicas:
         return None
     inventory.check_driver()
-    slice_size = config.policy.generation.vllm_cfg.tensor_parallel_size
+    slice_size, there = config.policy.generation.vllm_cfg.tensor_parallel_size, len(inventory.devices)
+    if replicas and 0 < there < slice_size:
+        raise ServiceError(
+            devices.say_one_node(slice_size, f"{there} GPUs of this machine ({devices.VISIBLE} selects them)")
+        )
     try:
         found = devices.plan(inventory.devices, ranks=ranks, replicas=replicas, slice_size=slice_size)
     except TooFewDevices as error:
         raise ServiceError(
             f"the run needs {error.needed} GPUs ({_wanted(ranks, replicas, slice_size)}), and this machine has "
-            f"{len(inventory.devices)} for it ({devices.VISIBLE} selects them); lower these, or set trainer.device or rollout.device to "
+            f"{there} for it ({devices.VISIBLE} selects them); lower these, or set trainer.device or rollout.device to "
             "cpu. The plan so far:\n" + "\n".join(lines(error.partial))
         ) from error
     of_replicas = [device for slice_ in found.replicas for device in slice_]
@@ -142,10 +146,7 @@ def assume(config: Config, gpus: int | None, per_host: int, memory: int) -> Site
     device = DeviceMemory(f"a GPU of {memory / 2**30:g} GiB", memory, memory)
     site = Site(device if ranks else None, device if replicas else None, gpus or needed, per_host, shared)
     if slice_size > per_host and replicas:
-        raise ConfigError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {slice_size} is more than the {per_host} GPUs of a host (--gpus-per-host), "
-            "and a replica has its GPUs on one host; lower it, and raise rollout.replicas"
-        )
+        raise ConfigError(devices.say_one_node(slice_size, f"{per_host} GPUs of a host (--gpus-per-host)"))
     room = site.replicas_beside(ranks, slice_size)
     if gpus is not None and not shared and (room is None or room < replicas):
         raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
+from headrace.base import devices
 from headrace.base.errors import ConfigError
 from headrace.config import Config
 
@@ -72,6 +73,8 @@ def write_job(
         "policy.generation.vllm_cfg.tensor_parallel_size": config.policy.generation.vllm_cfg.tensor_parallel_size,
     }
     ranks, replicas, slice_size = wanted.values()
+    if 0 < gpus < slice_size:
+        raise ConfigError(devices.say_one_node(slice_size, f"{gpus} GPUs of a node (--gpus-per-node)"))
     placed = place(ranks=ranks, replicas=replicas, slice_size=slice_size, nodes=nodes, gpus=gpus)
     if placed is None:
         numbers = ", ".join(f"{key} {value}" for key, value in wanted.items())

@@ -13,6 +13,8 @@ Under `checkpointing.store` each run has a folder with its id:
 
 The starts are the chain of `headrace.run.checkpoints`, and decide in the same way which checkpoints are the run's. A start is made by a
 conditional put, so of two trainers that begin at once one is refused. A checkpoint that an earlier trainer publishes late is off the chain.
+Each trainer looks for a later start before it publishes or removes. A request of one that freezes in between may still arrive late, and its
+successor puts that right (`uploads`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -228,7 +230,9 @@ class RunStore:
         for name in self.list_objects("manifests"):
             match = _MANIFEST.fullmatch(name.removeprefix("manifests/"))
             if match and match[2] not in timelines:
-                raise CodecError(self.say_lost(f"the start of {name}"))
+                timelines.update(start.timeline for start in self.starts())  # of a trainer that has begun since
+                if match[2] not in timelines:
+                    raise CodecError(self.say_lost(f"the start of {name}"))
             if match and on_chain(starts, {int(match[1]): match[2]}):
                 found[int(match[1])] = name
         return dict(sorted(found.items()))
@@ -239,6 +243,13 @@ class RunStore:
         if name != f"manifests/{manifest.folder}.json":
             raise CodecError(f"{self.url}/{name} is the manifest of {manifest.folder}; remove it")
         return manifest
+
+    def has_manifest(self, manifest: Manifest) -> bool:
+        """Return whether the checkpoint is published, with these metrics."""
+        try:
+            return self.read_manifest(f"manifests/{manifest.folder}.json") == manifest
+        except (CodecError, FileNotFoundError):
+            return False
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Publish the checkpoint, all of whose files are there."""
@@ -285,11 +296,21 @@ class RunStore:
         self.remove([f"manifests/{folder}.json"])
         self.remove([*self.list_objects(folder)])
 
-    def list_unpublished(self) -> list[str]:
-        """Return the folders of checkpoints without a manifest."""
+    def list_remains(self, removed: Collection[str]) -> list[str]:
+        """Return the folders of checkpoints without a manifest, and those whose manifest is there again though they were `removed`."""
         found = self._ask(lambda: self._store.list_with_delimiter(None))
         published = {name.removeprefix("manifests/").removesuffix(".json") for name in self.list_objects("manifests")}
-        return [folder for folder in found["common_prefixes"] if folder.startswith("step_") and folder not in published]
+        folders = [name for name in found["common_prefixes"] if name.startswith("step_") and name not in published]
+        return [*folders, *sorted(published.intersection(removed))]
+
+    def find_lost(self, manifest: Manifest) -> str | None:
+        """Return what is wrong with the first file of a checkpoint that is missing or cut off in the store; None if there is none."""
+        there = self.list_objects(manifest.folder)
+        for name, file in sorted(manifest.files.items()):
+            if (size := there.get(f"{manifest.folder}/{name}")) != file.size:
+                what = "is missing" if size is None else f"has {size} bytes, and {file.size} were sent"
+                return f"{self.url}/{manifest.folder}/{name} {what}"
+        return None
 
     def fetch(self, manifest: Manifest, folder: Path, progress: Progress) -> str | None:
         """Write the files of a checkpoint into `folder`, by their names, except those that are there. Return what is wrong with the first
@@ -297,11 +318,8 @@ class RunStore:
         for name in manifest.files:
             if not (folder / name).resolve().is_relative_to(folder.resolve()):
                 return f"{self.url}/{manifest.folder}: {name} leads out of the folder of the checkpoint"
-        there = self.list_objects(manifest.folder)
-        for name, file in sorted(manifest.files.items()):
-            if (size := there.get(f"{manifest.folder}/{name}")) != file.size:
-                what = "is missing" if size is None else f"has {size} bytes, and {file.size} were sent"
-                return f"{self.url}/{manifest.folder}/{name} {what}"
+        if (lost := self.find_lost(manifest)) is not None:
+            return lost
         problems: list[str] = []
         ended = threading.Event()
 

@@ -103,10 +103,17 @@ def is_of(folder: Path, starts: Sequence[Start]) -> bool:
 
 
 def fetch_newest(
-    config: Config, store: RunStore, say: Callable[[str], None], stopped: Callable[[], bool] = lambda: False
+    config: Config,
+    store: RunStore,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
+    *,
+    started: bool = True,
 ) -> int | None:
     """If the run was continued where its folder is not, fetch the newest whole checkpoint, and what a start reads beside it. Returns its
-    version; None if there is nothing to fetch. `say` is called with what it does, and with what is wrong with a damaged checkpoint.
+    version; None if there is nothing to fetch. `say` is called with what it does, and with what is wrong with a damaged checkpoint. Before
+    a run has `started` here, its saved configuration is of another start, and gives way to that of the checkpoint, with which this start's
+    is compared.
 
     Raises `ServiceError` if the folder has checkpoints that the store's do not descend from, if all in the store are damaged, or if it is
     `stopped` meanwhile.
@@ -128,6 +135,8 @@ def fetch_newest(
             return None
     if not there:
         return None
+    if not started:
+        (config.run_folder / SAVED).unlink(missing_ok=True)
     return _fetch_whole(store, there, folder, config.run_folder, say, stopped)
 
 

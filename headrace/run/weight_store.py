@@ -6,8 +6,8 @@
 
 A block that several versions have in common is sent and fetched once, and whoever has the version before fetches patches. Whoever fetches a
 version knows the digest of its list from the buffer, so nothing in the store has to be trusted, and what isn't whole is never taken for
-weights. For the same reason replicas can fetch from each other. A trainer writes and removes only under its own timeline, and once it has
-begun removes the others: one that wakes up late can't harm its successor's.
+weights. For the same reason replicas can fetch from each other. A trainer writes only under its own timeline. What others left there it
+removes once the buffer has taken its first offer, and only what was there before: one that wakes up late can't harm its successor's.
 """
 
 from __future__ import annotations
@@ -215,10 +215,10 @@ class PublishedWeights:
             self._sent.difference_update(unused)  # one whose removal fails is sent anew when it is needed
             self._store.remove([self._name(name) for name in unused])
 
-    def remove_others(self) -> None:
-        """Remove what other timelines of this run have in the store. Raises `ServiceError`."""
+    def list_others(self) -> list[str]:
+        """Return the objects that other timelines of this run have in the store. Raises `ServiceError`."""
         own = f"{FOLDER}/{self._timeline}/"
-        self._store.remove([name for name in self._store.list_objects(FOLDER) if not name.startswith(own)])
+        return [name for name in self._store.list_objects(FOLDER) if not name.startswith(own)]
 
     def _name(self, name: str) -> str:
         return f"{FOLDER}/{self._timeline}/{name}"

@@ -205,9 +205,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
     if problem := device_problem(config.rollout.device, on_cpu=on_cpu):
         raise ServiceError(problem)
     register_parsers(config)
-    own = (
-        () if on_cpu else devices.visible(os.environ).devices[: config.policy.generation.vllm_cfg.tensor_parallel_size]
-    )
+    own = () if on_cpu else find_own_gpus(config)
     devices.check_for_engine(own)
     devices.check_precision(own, *config.policy.rollout_precision)
     memory = min((device.memory or 0 for device in own), default=0)
@@ -246,6 +244,14 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
                 f"vLLM reported: {error}"
             ) from error
         raise ServiceError(explain(config, reason or _message(error), given, on_cpu=on_cpu)) from error
+
+
+def find_own_gpus(config: Config) -> tuple[devices.Device, ...]:
+    """Return the GPUs that the engine takes. Raises `ServiceError` if this machine has some, but too few."""
+    found, size = devices.visible(os.environ).devices, config.policy.generation.vllm_cfg.tensor_parallel_size
+    if 0 < len(found) < size:
+        raise ServiceError(devices.say_one_node(size, f"{len(found)} GPUs that this replica has ({devices.VISIBLE})"))
+    return found[:size]
 
 
 async def describe(engine: AsyncLLM) -> str:

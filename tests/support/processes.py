@@ -58,10 +58,11 @@ def descendants(pid: int) -> dict[int, str]:
         if not entry.name.isdecimal():
             continue
         try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_text().replace("\0", " ")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
+        parents[int(entry.name)], commands[int(entry.name)] = parent, command
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more

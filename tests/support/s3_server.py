@@ -1,4 +1,10 @@
-"""A server of S3's protocol, as far as checkpoints use it, whose answers a test may spoil. Objects are in memory."""
+"""A server of S3's protocol, as far as checkpoints use it, whose answers a test may spoil. Its objects are in memory, or where a test puts
+them.
+
+moto's server can't take its place: of two conditional puts that meet both may succeed (it looks, and then writes, without a lock), it keeps
+objects in its memory alone (a chaos run kills its store), it takes 4 ms of a core for a request (this one 0.3), and it asks for
+python-dateutil below 3, which would be in every lock. At nightly size, checkpoints go through it too (`moto_server`).
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,22 @@ import io
 import math
 import re
 import secrets
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+import httpx
 import pytest
+
+from tests.support.own_python import own_python
+from tests.support.ports import free_port, listens
+from tests.support.waiting import wait_until
 
 KEY = "test-key"
 # In place of a status: the connection ends without an answer; the server does what it was asked, and says that it failed; or its answer
@@ -96,6 +109,24 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         store.server.shutdown()
         store.server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def moto_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """moto's server, from a Python of its own in `folder`. The environment leads to its `bucket` while the context is open."""
+    port = free_port()
+    argv = [str(own_python(folder, "moto")), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_until(lambda: listens(port))
+            for name, value in environ(f"http://127.0.0.1:{port}").items():
+                monkeypatch.setenv(name, value)
+            # whose region and service it reads from this
+            said = {"Authorization": f"AWS4-HMAC-SHA256 Credential={KEY}/20261001/us-east-1/s3/aws4_request"}
+            httpx.put(f"http://127.0.0.1:{port}/bucket", headers=said).raise_for_status()
+            yield
+        finally:
+            server.kill()
 
 
 class _Handler(BaseHTTPRequestHandler):

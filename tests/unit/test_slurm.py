@@ -67,6 +67,7 @@ def test_the_example_takes_both_nodes_as_its_first_lines_say() -> None:
         ((), ("run.id",)),
         (("run.id=a", "--nodes", "1"), ("--nodes 1", "headrace up")),
         (("run.id=a", "--nodes", "2", "--gpus-per-node", "4"), ("trainer.num_processes 12", "--gpus-per-node")),
+        (("run.id=a", "--nodes", "24", "--gpus-per-node", "1"), ("tensor_parallel_size 2", "does not span nodes")),
     ],
 )
 def test_what_has_no_place_is_refused(arguments: tuple[str, ...], tokens: tuple[str, ...]) -> None:

@@ -328,8 +328,9 @@ def test_law_4_a_trainer_touches_only_its_own_timeline(
 ) -> None:
     weights.publish(published, 5)
     s3.objects["runs/r/manifests/step_5-t1.json"] = s3.objects["runs/r/weights/t1/offers/5.json"]
-    successor = PublishedWeights(RunStore("s3://bucket/runs/r"), "t2", block_bytes=BLOCK)
-    successor.remove_others()
+    store = RunStore("s3://bucket/runs/r")
+    successor = PublishedWeights(store, "t2", block_bytes=BLOCK)
+    store.remove(successor.list_others())
     assert s3.names() == ["runs/r/manifests/step_5-t1.json"]
     digest = weights.publish(successor, 3)
     weights.publish(published, 6)  # it was frozen, and does not know yet

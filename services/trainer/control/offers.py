@@ -121,9 +121,7 @@ class Offers:
         began = time.monotonic()
         token_ids, logprobs, tolerance = probe
         try:
-            if self._is_first:
-                self._published.remove_others()
-                self._is_first = False
+            others = self._published.list_others() if self._is_first else []
             checksums = [int(checksum(tensor)) for tensor in tensors]
             parts = [flat.numpy().data for flat in flats]
             digest = self._published.publish(version, manifest.encode(), checksums, parts, self._closing.is_set)
@@ -136,6 +134,8 @@ class Offers:
                 version, self._store.url, self._published.sent_bytes / 1e6, manifest.nbytes / 1e6, time.monotonic() - began,
             )  # fmt: skip
             self._offered = version
+            self._store.remove(others)  # law 4: the buffer has taken the offer, so none of them is of a later trainer
+            self._is_first = False
             self._published.clean(self._reach)
             if self._failures:
                 self._failures = 0

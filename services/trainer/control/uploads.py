@@ -56,6 +56,7 @@ class Uploads:
         self._starts: list[Start] = []  # the chain in the store
         self._timeline = ""
         self._stored: dict[int, Manifest] = {}
+        self._removed: set[str] = set()  # folders of checkpoints
         self._wanted, self._idle = threading.Event(), threading.Event()
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -126,13 +127,17 @@ class Uploads:
         known = self._starts[-1] if self._starts else None
         self._timeline = timeline
         self._beat()  # a trainer that finds the start waits for it
-        new = chain if known is None else chain[chain.index(known) + 1 :] if known in chain else chain[-1:]
-        for start in new:
+        # a trainer that has started in this folder meanwhile adds its own start
+        own = [start.timeline for start in chain].index(timeline)
+        first = 0 if known is None else chain.index(known) + 1 if known in chain else own
+        for start in chain[first : own + 1]:
             self._store.add_start(len(self._starts) + 1, start)
             self._starts.append(start)
         for name in self._store.manifests(self._starts).values():
             try:
                 manifest = self._store.read_manifest(name)
+                if (lost := self._store.find_lost(manifest)) is not None:
+                    raise CodecError(lost)
                 self._stored[manifest.version] = manifest
             except (CodecError, FileNotFoundError) as error:  # it is sent again, if it is here
                 log.warning("%s", error)
@@ -225,8 +230,7 @@ class Uploads:
         for version in here:
             if version in self._stored and self._stored[version].metrics != metrics[version]:
                 self._publish(msgspec.structs.replace(self._stored[version], metrics=metrics[version]))
-        self._clean(superseded)
-        return False
+        return self._clean(superseded)
 
     def _read_metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each checkpoint here or in the store."""
@@ -262,17 +266,37 @@ class Uploads:
         self._require_newest()
         self._store.write_manifest(manifest)
         self._stored[manifest.version] = manifest
+        self._removed.discard(manifest.folder)
 
-    def _clean(self, superseded: list[int]) -> None:
-        """Remove from the store what retention removes, and what was sent of checkpoints that were never published."""
+    def _clean(self, superseded: list[int]) -> bool:
+        """Remove from the store what retention removes, and what was sent of checkpoints that were never published. Undo what late requests
+        of earlier trainers did (law 4). Returns whether one of their checkpoints is to be sent again."""
         for version in superseded:
             if version in self._stored:
-                self._require_newest()
-                self._store.remove_checkpoint(self._stored[version].folder)
+                self._remove(self._stored[version].folder)
                 del self._stored[version]
-        for folder in self._store.list_unpublished():
-            self._require_newest()
-            self._store.remove_checkpoint(folder)
+        is_lost = self._restore()
+        for folder in self._store.list_remains(self._removed):
+            self._remove(folder)
+        return is_lost
+
+    def _remove(self, folder: str) -> None:
+        self._require_newest()
+        self._store.remove_checkpoint(folder)
+        self._removed.add(folder)
+
+    def _restore(self) -> bool:
+        """Publish what earlier trainers made, and this one keeps, as it was. Returns whether files of one are gone: it is sent again, if it
+        is here."""
+        inherited = [manifest for manifest in self._stored.values() if manifest.timeline != self._timeline]
+        lost = [manifest for manifest in inherited if self._store.find_lost(manifest) is not None]
+        for manifest in inherited:
+            if manifest in lost:
+                log.warning("%s has lost checkpoint %d", self._store.url, manifest.version)
+                del self._stored[manifest.version]
+            elif not self._store.has_manifest(manifest):
+                self._publish(manifest)
+        return bool(lost)
 
     def _require_newest(self) -> None:
         """Raise `ServiceError`, and end this trainer, if another has taken over the run."""

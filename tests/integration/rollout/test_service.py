@@ -418,6 +418,20 @@ async def test_weights_that_fail_their_proof_take_what_ran_with_them(fleet: Flee
     assert (await second.http.post("/v1/completions", json=body)).status_code == 200
 
 
+@pytest.mark.nightly  # by day with one that drains
+async def test_a_rewind_to_its_weights_pauses_what_runs_in_flight(fleet: Fleet, second: Process) -> None:
+    version = 1 + await fleet.trained_step()
+    assert (await fleet.refit(version)).verified == (second.replica,)
+    group = await running_group(fleet, lambda group: _saved(fleet, group))
+    fleet.timeline = "timeline-3"
+    await fleet.replay.rewind(version, fleet.timeline)
+    assert (await fleet.refit(version)).verified == (second.replica,)
+    assert (await fleet.replay.group(group))["state"] == "open"
+    for it in await fleet.pushed(group):
+        assert (it.attempt, {span.version for span in it.spans}) == (1, {version})
+        assert fleet.policy.difference(it, version) < 1e-4
+
+
 async def test_a_replica_whose_proof_the_server_lost_proves_itself_again(fleet: Fleet, second: Process) -> None:
     """After a failover or a torn append-only file the buffer goes by weights that the replica no longer has."""
     state = await fleet.replay.state()
@@ -484,19 +498,10 @@ async def test_an_engine_that_dies_or_hangs_ends_its_replica(fleet: Fleet, signu
     os.kill(engine, signum)
     assert await replica.ended() == EXIT_INTERNAL_ERROR
     assert reason in replica.log.read_text()
+
+    async def told() -> bool:
+        return all(it.state == "DEAD" for it in await fleet.replay.replicas() if it.id == replica.replica)
+
+    await eventually(told)  # at once, or by its silence where its last call found no answer in time
     # one that was alone with the engine may be what kills it
     assert (await fleet.replay.group(group))["failures"] == int(alone)
-
-
-@pytest.mark.nightly  # by day with one that drains
-async def test_a_rewind_to_its_weights_pauses_what_runs_in_flight(fleet: Fleet, second: Process) -> None:
-    version = 1 + await fleet.trained_step()
-    assert (await fleet.refit(version)).verified == (second.replica,)
-    group = await running_group(fleet, lambda group: _saved(fleet, group))
-    fleet.timeline = "timeline-3"
-    await fleet.replay.rewind(version, fleet.timeline)
-    assert (await fleet.refit(version)).verified == (second.replica,)
-    assert (await fleet.replay.group(group))["state"] == "open"
-    for it in await fleet.pushed(group):
-        assert (it.attempt, {span.version for span in it.spans}) == (1, {version})
-        assert fleet.policy.difference(it, version) < 1e-4

@@ -97,6 +97,15 @@ def test_too_few_devices_is_an_error_that_shows_the_plan() -> None:
         device_plan.plan_devices(config(trainer={"device": "cuda"}), gpus(0), CUDA)
 
 
+def test_a_replica_that_would_span_nodes_is_refused() -> None:
+    """The rest of the plan is no matter: more GPUs of other machines would not help."""
+    with pytest.raises(
+        ServiceError, match=r"tensor_parallel_size 4 .* 2 GPUs of this machine .* nodes.*rollout\.replicas"
+    ):
+        device_plan.plan_devices(config(1, 1, 4), gpus(2), CUDA)
+    assert device_plan.plan_devices(config(1, 1, 4, rollout={"device": "cpu"}), gpus(2), CUDA) is not None
+
+
 def test_a_replica_gets_whole_gpus_and_the_trainer_may_get_a_slice() -> None:
     instance, whole = Device("MIG-a", "0:1", "H100 MIG 3g.40gb", 40 * 1024**3, (9, 0)), gpus(2).devices[1]
 

@@ -46,6 +46,17 @@ def test_up_continues_what_it_fetches_under_its_own_keys(url: str, tmp_path: Pat
         runs.prepare(file, ["grpo.seed=7"])
 
 
+def test_a_second_run_of_the_same_name_is_refused_though_it_has_begun_here(url: str, tmp_path: Path) -> None:
+    """As when it was refused while the first was at work."""
+    second = Machine(tmp_path / "second", url)
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_value(second.config.model_dump(exclude_unset=True, mode="json") | {"grpo": {"seed": 7}}))
+    runs.save(examine(file, []).config)
+    fetch_newest(examine(file, []).config)
+    with pytest.raises(ConfigError, match=r"run adder has checkpoint 20.*another run\.id[\s\S]*seed"):
+        runs.prepare(file, [])
+
+
 def test_a_fetched_run_is_looked_at_like_any_other(url: str, tmp_path: Path) -> None:
     folder = tmp_path / "laptop" / RUN
     fetched = said("runs", "fetch", f"{url}/{RUN}@10", folder)

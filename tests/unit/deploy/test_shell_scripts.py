@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
+from headrace.launch import ssh
 
 ROOT = Path(__file__).parents[3]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -44,3 +46,13 @@ def test_the_job_for_slurm_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("#!")
     assert findings("-", text=done.stdout) == ""
+
+
+def test_what_hosts_run_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["deploy", "skypilot", "examples/gpu_8b_8gpus.yaml", "run.id=x"])
+    assert done.exit_code == 0, done.output
+    task = yaml.safe_load(done.stdout)
+    for text in (task["setup"], task["run"]):
+        assert findings("--shell=bash", "-", text=text) == ""
+    assert findings("--shell=sh", "-", text=ssh.SECRETS) == ""

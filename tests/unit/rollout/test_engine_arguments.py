@@ -26,6 +26,19 @@ def test_log_probabilities_are_those_tokens_are_drawn_with() -> None:
     assert engine_arguments(config(), on_cpu=True)["logprobs_mode"] == "processed_logprobs"
 
 
+@pytest.mark.parametrize(("there", "taken"), [(2, None), (4, 4), (5, 4), (0, 0)])
+def test_a_replica_with_too_few_gpus_starts_no_engine(
+    monkeypatch: pytest.MonkeyPatch, there: int, taken: int | None
+) -> None:
+    found = SimpleNamespace(devices=tuple(range(there)))
+    monkeypatch.setattr(engine.devices, "visible", lambda environ: found)
+    if taken is None:
+        with pytest.raises(ServiceError, match=r"tensor_parallel_size 4 .* 2 GPUs .* nodes"):
+            engine.find_own_gpus(config(tensor_parallel_size=4))
+        return
+    assert len(engine.find_own_gpus(config(tensor_parallel_size=4))) == taken
+
+
 def test_replicas_draw_different_numbers() -> None:
     assert engine_arguments(config(), on_cpu=True)["seed"] != engine_arguments(config(), on_cpu=True)["seed"]
 

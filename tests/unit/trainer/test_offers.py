@@ -197,6 +197,14 @@ async def test_law_4_a_trainer_that_was_replaced_removes_nothing_and_ends(traine
         trainer.offers.poll()
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+async def test_law_4_only_the_newest_trainer_removes_the_weights_of_others(trainer: Trainer, replaced: bool) -> None:
+    trainer.store.write("weights/t2/blocks/0", b"of a successor, or of one before")
+    trainer.buffer.error = WrongTimeline("another") if replaced else None
+    await trainer.offer(0)
+    assert bool(trainer.store.list_objects("weights/t2")) == replaced
+
+
 async def test_nothing_else_is_due_while_a_version_is_sent(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, goes_on = asyncio.Event(), asyncio.Event()
     events = asyncio.get_running_loop()

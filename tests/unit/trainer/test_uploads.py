@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -24,7 +25,7 @@ from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.object_store import RunStore, StoreStatus, list_problems, write_status
 from headrace_services.trainer.control import uploads
 from headrace_services.trainer.control.uploads import Uploads
-from tests.support.s3_server import CUT, DONE, S3Server, s3_server
+from tests.support.s3_server import CUT, DONE, S3Server, moto_server, s3_server
 from tests.support.stored_runs import RUN, Machine
 from tests.support.waiting import wait_until
 
@@ -63,12 +64,17 @@ def first(s3: S3Server, machine: Make) -> Machine:
     return first
 
 
-@pytest.mark.parametrize("kind", ["s3", "file"])
-def test_an_empty_machine_continues_from_the_store(s3: S3Server, machine: Make, tmp_path: Path, kind: str) -> None:
-    url = URL if kind == "s3" else f"file://{tmp_path}/mount"
+@pytest.fixture(params=["s3", "file", pytest.param("moto", marks=pytest.mark.nightly)])
+def url(request: pytest.FixtureRequest, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a store of each kind; moto's has another reading of the protocol than `s3`."""
+    with moto_server(tmp_path, monkeypatch) if request.param == "moto" else contextlib.nullcontext():
+        yield f"file://{tmp_path}/mount" if request.param == "file" else URL
+
+
+def test_an_empty_machine_continues_from_the_store(url: str, machine: Make) -> None:
     first = machine("first", url)
     assert first.start("t1") == 0
-    first.publish(10)
+    first.publish(10, b"two parts" * 2**20)
     first.send(20, accuracy=0.5)
     first.checkpoints.add_metrics(20, "t1", {"val:late": 0.75})
     first.uploads.wake()
@@ -79,6 +85,7 @@ def test_an_empty_machine_continues_from_the_store(s3: S3Server, machine: Make, 
     second = machine("second", url)
     assert second.start("t2") == 20
     assert second.weights(20) == first.weights(20)
+    assert second.store.find_lost(second.uploads._stored[10]) is None
     assert find_change(second.checkpoints.path(20)) is None
     assert second.checkpoints.state(20).metrics == {"val:accuracy": 0.5, "val:late": 0.75}
     assert [(line.kind, line.step) for line in read_journal(second.folder / JOURNAL)] == [
@@ -293,6 +300,23 @@ def test_the_store_keeps_what_retention_keeps(s3: S3Server, machine: Make) -> No
     assert second.stored() == [10, 40]
 
 
+def test_what_was_removed_is_sent_again_once_it_is_the_best(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose validation ends late: it stays in the folder."""
+    first = machine("first", keep_top_k=1)
+    monkeypatch.setattr(first.checkpoints, "_retain", Mock())
+    first.start("t1")
+    for version, accuracy in ((10, 0.1), (20, 0.5), (30, 0.4)):
+        first.send(version, accuracy=accuracy)
+    assert first.stored() == [20, 30]
+    first.checkpoints.add_metrics(10, "t1", {"val:accuracy": 0.9})
+    for _ in range(2):
+        first.uploads.wake()
+        first.finish()
+        assert first.stored() == [10, 30]
+
+
 def test_a_folder_keeps_nothing_of_what_was_removed(machine: Make, tmp_path: Path) -> None:
     first = machine("first", f"file://{tmp_path}/mount", keep_top_k=1, metric_name=None)
     first.start("t1")
@@ -382,6 +406,15 @@ def test_what_a_lost_answer_was_about_is_this_trainers_own(s3: S3Server, machine
     first.start("t1")
     assert next(lost, None) is None
     assert len(first.store.starts()) == 1
+
+
+def test_a_trainer_that_begins_while_another_looks_takes_nothing_from_the_chain(machine: Make, first: Machine) -> None:
+    first.send(10)
+    starts = first.store.starts()
+    second = machine("second")
+    second.start("t2", "t1")
+    second.send(20)
+    assert [*first.store.manifests(starts)] == [10]
 
 
 def test_of_two_trainers_that_start_at_once_one_is_refused(s3: S3Server, machine: Make) -> None:
@@ -576,3 +609,86 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
     with pytest.raises(MissingPackage, match=r"headrace\[store\]"):
         RunStore(f"{URL}/{RUN}")
+
+
+def test_of_two_trainers_that_start_in_one_folder_the_earlier_one_ends(s3: S3Server, machine: Make) -> None:
+    first, second = machine("first"), machine("first")
+    assert (first.claim(), second.claim()) == (True, True)
+    first.checkpoints.start("t1", 0)
+    second.checkpoints.start("t2", 0)
+    first.uploads.begin("t1")
+    second.uploads.begin("t2")
+    assert [start.timeline for start in second.store.starts()] == ["t1", "t2"]
+    first.uploads.wake()
+    with pytest.raises(ServiceError, match="another trainer"):
+        first.uploads._require_newest()
+    second.uploads._require_newest()
+
+
+# What a trainer is about to ask of the store when it freezes: the method, what is in the object's name, and how many like it come before.
+MOMENTS = {
+    "a part of a file": ("PUT", "step_30-t1/checkpoint/policy/weights", 1),
+    "the end of a file": ("POST", "step_30-t1/checkpoint/policy/weights", 1),
+    "a manifest": ("PUT", "manifests/step_30-t1", 0),
+    "later metrics": ("PUT", "manifests/step_10-t1", 0),
+    "the removal of a manifest": ("POST", "", 0),
+    "the removal of files": ("POST", "", 1),
+}
+
+
+@pytest.mark.parametrize("where", ["first", "elsewhere"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(each, marks=[pytest.mark.nightly] * ("of a file" in each)) for each in MOMENTS]
+)
+def test_law_4_what_a_frozen_trainer_asks_for_late_harms_nothing(
+    s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch, moment: str, where: str
+) -> None:
+    """Its request reaches the store when its successor has sent a checkpoint, and has removed and kept others."""
+    monkeypatch.setattr(uploads, "BEAT_S", 1000.0)
+    monkeypatch.setattr(object_store, "_PART", 1 << 16)
+    first = machine("first", keep_top_k=2)
+    first.start("t1")
+    for version, accuracy in ((10, 0.5), (20, 0.4)):
+        first.send(version, accuracy=accuracy)
+
+    reached, goes_on, turns = threading.Event(), threading.Event(), itertools.count()
+    method, part, before = MOMENTS[moment]
+
+    def freeze(of: str, name: str) -> None:
+        if of == method and (part in name if part else not name) and next(turns) == before:
+            reached.set()
+            assert goes_on.wait(20)
+
+    s3.spoil = freeze
+    if moment == "later metrics":
+        first.checkpoints.add_metrics(10, "t1", {"val:late": 1.0})
+        first.uploads.wake()
+    else:
+        first.publish(30, b"w" * 200_000, accuracy=0.45)
+    assert reached.wait(20)
+
+    # it keeps another one: what its predecessor is removing, or adds to, it has kept or removed
+    second = machine(where, keep_top_k=None if "removal" in moment else 1, metric_name=None)
+    began = second.start("t2")
+    second.send(began + 10)
+    goes_on.set()
+    wait_until(lambda: first.uploads._ended_by or first.uploads._idle.is_set())
+    second.send(began + 20)
+    stored = second.stored()
+    assert stored == sorted(second.uploads._stored)
+    assert stored[-1:] == [began + 20]
+    if "removal" not in moment:
+        assert stored == [began + 20]
+    folders = {name.split("/")[2] for name in s3.names("runs/adder/step_")}
+    for version, name in second.store.manifests(second.store.starts()).items():
+        manifest = second.store.read_manifest(name)
+        sizes = second.store.list_objects(manifest.folder)
+        assert {name: sizes.get(f"{manifest.folder}/{name}") for name in manifest.files} == {
+            name: file.size for name, file in manifest.files.items()
+        }, version
+        folders.discard(manifest.folder)
+    assert folders == set()
+    second.uploads.close()
+    third = machine("third")
+    assert third.start("t3") == began + 20
+    assert third.weights(began + 20) == second.weights(began + 20)
