@@ -186,7 +186,7 @@ def test_the_rest_of_a_wrong_configuration_is_kept(file: Path) -> None:
     assert refused.value.rest is None
 
 
-def test_all_contradictions_between_sections_are_said_with_their_places(tmp_path: Path) -> None:
+def test_all_contradictions_of_sections_are_said_with_places(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         "grpo: {num_generations_per_prompt: 3}\n"

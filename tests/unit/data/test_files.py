@@ -145,7 +145,7 @@ def test_what_can_t_be_carried_is_refused_with_its_line(tmp_path: Path, line: st
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
 def test_columns_that_nobody_names_are_not_looked_at(tmp_path: Path, name: str) -> None:
-    odd = {"gap": float("nan"), "level": 3}
+    odd: dict[str, Any] = {"gap": float("nan"), "level": 3}
     if name == "rows.parquet":
         odd |= {"when": datetime.date(2026, 1, 1), "raw": b"\xff"}
     path = write(tmp_path, name, [{"input": "1+1", "output": "2", **odd}])
