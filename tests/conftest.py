@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -181,6 +181,27 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         ):  # raised again where it is reported
             fcntl.flock(file, fcntl.LOCK_EX)
             _ = collector.obj
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", wrapper=True)
+def one_parses_for_all() -> Iterator[None]:
+    """Hypothesis looks for constants in all of the product's files, and keeps them by file: in a fresh checkout, one process does it."""
+    with FileLock(folder_of_sockets() / "constants"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """At night everything runs: a test that lacks a tool fails, and says what to install. What the mark `skipif` leaves out depends on what
+    the machine is."""
+    report = yield
+    reason = call.excinfo.value if call.excinfo else None
+    is_machine = item.get_closest_marker("skipif") is not None
+    if isinstance(reason, pytest.skip.Exception) and item.config.getoption("nightly") and not is_machine:
+        report.outcome, report.longrepr = "failed", f"at nightly size nothing is skipped: {reason}"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

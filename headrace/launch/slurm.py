@@ -118,6 +118,8 @@ def _head(
         _array("trainer_devices", (_ON_CPU if not gpus else ",".join(node.ranks) for node in placed)),
         _array("replicas", (" ".join(node.replicas) for node in placed)),
         f"trainer_nodes={sum(bool(node.ranks) for node in placed)}",
+        f"redis_port={config.replay.redis_port} reward_port={config.reward.port or 50390} agents_port={config.agents.port or 8394} "
+        "rendezvous_port=29500",
     ]
 
 

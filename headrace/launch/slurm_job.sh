@@ -24,16 +24,16 @@ first=${addresses[0]}
 "$bin/headrace" credentials "$config" "${overrides[@]}" --dir "$secrets"
 "$bin/headrace" acl "$config" "${overrides[@]}" --own-server --credentials "$secrets/credentials" > "$secrets/users.acl"
 
-export HEADRACE_REPLAY__REDIS_URL="rediss://$first:6390/0?ssl_ca_certs=$secrets/ca.pem"
+export HEADRACE_REPLAY__REDIS_URL="rediss://$first:$redis_port/0?ssl_ca_certs=$secrets/ca.pem"
 export HEADRACE_REPLAY__HOST=0.0.0.0 HEADRACE_REWARD__HOST=0.0.0.0 HEADRACE_ROLLOUT__HOST=0.0.0.0
-export HEADRACE_AGENTS__HOST=0.0.0.0 HEADRACE_AGENTS__PORT=8394 HEADRACE_TRAINER__HOST=0.0.0.0
-export HEADRACE_REWARD__ADDRESS="$first:50390" HEADRACE_SECURITY__TLS_CA="$secrets/ca.pem"
+export HEADRACE_AGENTS__HOST=0.0.0.0 HEADRACE_TRAINER__HOST=0.0.0.0
+export HEADRACE_REWARD__ADDRESS="$first:$reward_port" HEADRACE_SECURITY__TLS_CA="$secrets/ca.pem"
 
 # as SERVICE NODE COMMAND…: COMMAND on that node, with the node's certificate and the service's tokens.
 as() {
   export HEADRACE_SECURITY__TLS_CERT="$secrets/${addresses[$2]}.pem" HEADRACE_SECURITY__TLS_KEY="$secrets/${addresses[$2]}.key"
   export HEADRACE_SECURITY__CREDENTIALS="$secrets/$1.credentials"
-  export HEADRACE_ROLLOUT__ADVERTISE_HOST="${addresses[$2]}" HEADRACE_AGENTS__ADVERTISED_URL="https://${addresses[$2]}:8394"
+  export HEADRACE_ROLLOUT__ADVERTISE_HOST="${addresses[$2]}" HEADRACE_AGENTS__ADVERTISED_URL="https://${addresses[$2]}:$agents_port"
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-${interfaces[$2]}}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-${interfaces[$2]}}"
   on "$2" "${@:3}"
 }
@@ -53,13 +53,14 @@ keep() {
   ((code == 0)) || { echo "error: $1 ended with $code:" >&2; tail -n 5 "$logs/$1.log" >&2; kill -USR1 $$; }
 }
 
-redis=(--port 0 --tls-port 6390 --tls-auth-clients no --tls-ca-cert-file "$secrets/ca.pem" --tls-cert-file "$secrets/$first.pem"
+redis=(--port 0 --tls-port "$redis_port" --tls-auth-clients no --tls-ca-cert-file "$secrets/ca.pem" --tls-cert-file "$secrets/$first.pem"
   --tls-key-file "$secrets/$first.key" --aclfile "$secrets/users.acl" --dir "$run_folder/redis" --appendonly yes --appendfsync everysec)
 keep redis redis 0 redis-server "${redis[@]}" &
 keep replay replay 0 "$bin/headrace" replay --config "$config" "${overrides[@]}" &
-keep reward reward 0 "$bin/headrace" reward --config "$config" "${overrides[@]}" &
+keep reward reward 0 "$bin/headrace" reward --config "$config" "${overrides[@]}" "reward.port=$reward_port" &
 # only a run with episodes has runners
-[[ ! -e $secrets/agents.credentials ]] || keep agents agents 0 "$bin/headrace" agents --config "$config" "${overrides[@]}" &
+[[ ! -e $secrets/agents.credentials ]] ||
+  keep agents agents 0 "$bin/headrace" agents --config "$config" "${overrides[@]}" "agents.port=$agents_port" &
 replica=0
 for node in "${!nodes[@]}"; do
   for own in ${replicas[node]}; do
@@ -91,7 +92,7 @@ train() {
     ((ranks[node])) || continue
     visible=() meet=()
     [[ ${trainer_devices[node]} == cpu ]] || visible=(env CUDA_VISIBLE_DEVICES="${trainer_devices[node]}")
-    ((trainer_nodes == 1)) || meet=(--nnodes "$trainer_nodes" --rdzv-backend c10d --rdzv-endpoint "$first:29500"
+    ((trainer_nodes == 1)) || meet=(--nnodes "$trainer_nodes" --rdzv-backend c10d --rdzv-endpoint "$first:$rendezvous_port"
       --rdzv-id "$SLURM_JOB_ID-$1" --rdzv-conf "is_host=$((node == 0))" --local-addr "${addresses[node]}")
     (as trainer "$node" "${visible[@]}" "$bin/python" -m headrace_services.trainer.launch "${ranks[node]}" "${meet[@]}" \
       -m headrace.cli trainer --config "$config" "${overrides[@]}") >> "$logs/trainer-$node.log" 2>&1 &

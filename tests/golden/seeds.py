@@ -25,7 +25,7 @@ def services(folder: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: golden-services\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
         "[headrace.services]\n"
-        "trainer = tests.support.light_services:forked_trainer\n"
+        "trainer = tests.support.idle_services:forked_trainer\n"
         f"rollout = {__name__}:forked_rollout\n"
     )
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -32,6 +32,7 @@ IMPORTS = {
         "tests.support.dying_trainer",
         "matplotlib.backends.backend_svg",
         "pandas",
+        "peft",
         "pyarrow.parquet",
         "pydantic.v1",
         "uvicorn",
@@ -49,7 +50,9 @@ IMPORTS = {
     ),
     "engine": (
         "headrace_services.rollout.main",
+        "headrace.cli.services",
         "vllm.engine.arg_utils",
+        "vllm.entrypoints.openai.chat_completion.api_router",
         "vllm.v1.engine.async_llm",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",

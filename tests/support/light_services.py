@@ -7,101 +7,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import secrets
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from headrace.base.errors import ReplayUnavailable, ServiceError
-from headrace.base.parent import admit
 from headrace.config import Config
 from headrace.net.credentials import buffer_url
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, admitting, bind, serve_http, stop_on_signals
+from headrace.net.service import EXIT_STOPPED, bind, serve_http, stop_on_signals
 from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry
-from headrace.run.history import CURVES
-from tests.support.forks import be_forked, command
+from tests.support import idle_services
 
 ROOT = Path(__file__).parents[2]
 
 
 def instead_of(folder: Path, **services: str) -> dict[str, str]:
-    """The environment of a process whose `headrace NAME` runs the function given, through a distribution in `folder`: one here by its name,
-    or MODULE:NAME. On GPUs (`tests.support.nvml`) everything fits."""
+    """The environment of a process whose `headrace NAME` runs the function given, through a distribution in `folder`: one here, or of
+    `idle_services`, by its name, or MODULE:NAME. On GPUs (`tests.support.nvml`) everything fits."""
     info = folder / "light_services-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 1\n")
     points = [
-        f"{name} = {function if ':' in function else f'{__name__}:{function}'}\n" for name, function in services.items()
+        f"{name} = {function if ':' in function else f'{_module(function)}:{function}'}\n"
+        for name, function in services.items()
     ]
-    tools = ["[headrace.tools]\n", f"plan-memory = {__name__}:ample_memory\n"]
+    tools = ["[headrace.tools]\n", f"plan-memory = {idle_services.__name__}:ample_memory\n"]
     (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points, *tools]))
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
+def _module(function: str) -> str:
+    return idle_services.__name__ if hasattr(idle_services, function) else __name__
+
+
 def forked(folder: Path) -> dict[str, str]:
     """`instead_of`, for the real trainer and replicas without what they take to import."""
     return instead_of(folder, trainer="forked_trainer", rollout="forked_rollout")
-
-
-def forked_trainer(config: Config) -> None:
-    _be_forked("trainer")
-
-
-def forked_rollout(config: Config) -> None:
-    _be_forked("engine")
-
-
-def _be_forked(kind: str) -> None:
-    """The command of this process in one that is forked: it gets the signals of this one, ends this one, and ends with it."""
-    admit(True)  # the forked process has none of the sockets that reserve its ports; this one keeps them
-    be_forked(command, *sys.argv[1:], kind=kind)
-
-
-def ample_memory(config: Config, site: object) -> SimpleNamespace:
-    """In place of the plan of the devices' memory, for which torch is imported."""
-    verdict = SimpleNamespace(problem=None, shares=None, warnings=[])
-    return SimpleNamespace(judge=lambda: verdict)
-
-
-def idle_reward(config: Config) -> None:
-    """Says that it is ready and can't score yet with the environments that are started beside it, and scores nothing."""
-    found = [{"name": name, "ready": False, "message": "nothing is scored here"} for name in config.started]
-    _answer(config, itertools.repeat(json.dumps(found).encode()))
-
-
-def hanging_reward(config: Config) -> None:
-    """Says that it is ready, and answers nothing after that."""
-    _answer(config, iter([b""]))
-
-
-def _answer(config: Config, answers: Iterator[bytes]) -> None:
-    class Pages(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            for answer in answers:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(answer)
-                return
-            threading.Event().wait()
-
-    with admitting(config.reward.http_port):
-        server = ThreadingHTTPServer((config.reward.host, config.reward.http_port), Pages)
-    with server:
-        server.serve_forever()
 
 
 def looked_up_reward(config: Config) -> None:
@@ -156,17 +106,6 @@ def served_trainer(config: Config) -> None:
                 await stop.wait()
 
     asyncio.run(show())
-
-
-def idle_rollout(config: Config) -> None:
-    """Waits, and leaves behind a child of its own, an engine that hangs: to end it is left to what runs the service."""
-
-    async def wait() -> None:
-        stop = stop_on_signals()
-        subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])  # noqa: ASYNC220
-        await stop.wait()
-
-    asyncio.run(wait())
 
 
 def small_rollout(config: Config) -> None:
@@ -236,21 +175,3 @@ async def _generate(config: Config) -> None:
             with contextlib.suppress(asyncio.CancelledError, ReplayUnavailable):
                 await running
         await replay.deregister(replica.id)
-
-
-def recording_trainer(config: Config) -> None:
-    """Leaves behind what six steps record, an empty page of curves among it, and trains nothing."""
-    import shutil
-    import tempfile
-
-    from tests.support.page_runs import recorded_run
-
-    with tempfile.TemporaryDirectory() as folder:
-        recorded = recorded_run(Path(folder))
-        for name in ("metrics.jsonl", "logs", "groups", "checkpoints"):
-            place = config.run_folder / name
-            if (recorded / name).is_dir():
-                shutil.copytree(recorded / name, place, dirs_exist_ok=True)
-            else:
-                shutil.copy(recorded / name, place)
-    (config.run_folder / CURVES).touch()  # else the supervisor imports what draws them, and draws

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import secrets
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from tests.support.waiting import eventually
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
 PROMPT = (3, 7, 8, 15, 9, 6, 4)
-# Tokens of a completion that is still being written when it is interrupted, and that a whole refit finds there.
-LONG = 1900
+# Tokens of a completion that is still being written when it is interrupted, and that a whole refit finds there; and of one that a refit
+# waits for to the last. The engine pauses before each token of such a completion, so that it takes seconds of time and not of a core.
+LONG, DRAINED = 256, 128
+PAUSE_S = 0.02
 CONTEXT = 2048
 IN_FLIGHT = {
     "async_grpo": {
@@ -87,7 +90,7 @@ class Process:
         file = folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(config))
         self.log = folder / f"{name}.log"
-        self.popen = fork(command, "rollout", "--config", str(file), log=self.log, kind="engine")
+        self.popen = fork(_rollout, str(file), log=self.log, kind="engine")
         self.replica = ""
         self.http = httpx.AsyncClient(timeout=60, verify=False)
 
@@ -139,6 +142,20 @@ class Process:
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 await self.ended()
+
+
+def _rollout(config: str) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    step = EngineCore.step
+
+    def paced(core: EngineCore) -> Any:
+        if any(request.max_tokens in (LONG, DRAINED) for request in core.scheduler.running):
+            time.sleep(PAUSE_S)
+        return step(core)
+
+    EngineCore.step = paced  # the engine is forked from this process
+    command("rollout", "--config", config)
 
 
 class Fleet:

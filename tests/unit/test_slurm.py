@@ -61,6 +61,13 @@ def test_the_example_takes_both_nodes_as_its_first_lines_say() -> None:
     assert "#SBATCH --gpus-per-node=8" in text
 
 
+def test_the_job_has_the_ports_of_the_configuration() -> None:
+    given = "replay.redis_port=7001", "reward.port=7002", "agents.port=7003"
+    text = said("deploy", "slurm", EXAMPLE, "run.id=big", *given, "--nodes", "2", "--gpus-per-node", "8")
+    assert "redis_port=7001 reward_port=7002 agents_port=7003 " in text
+    assert not re.search("6390|50390|8394", text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "tokens"),
     [

@@ -202,10 +202,10 @@ class Uploads:
                 if self._closing.is_set():
                     return
                 failures += 1
-                with self._lock:
-                    self._metrics["store_failures"] += 1.0
                 log.warning("%s: %s", self._lacking(), error)
                 self._say(f"{self._lacking()}: {error}")
+                with self._lock:
+                    self._metrics["store_failures"] += 1.0
                 self._closing.wait(pause_after(failures, FIRST_PAUSE_S, LAST_PAUSE_S))
                 continue
             with self._lock:

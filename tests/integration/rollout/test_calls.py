@@ -26,7 +26,7 @@ from headrace.net.replica_client import (
     SampleRequest,
 )
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, Fleet, Process, running_fleet
+from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, LONG, Fleet, Process, running_fleet
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
@@ -77,7 +77,7 @@ def request(**changes: Any) -> SampleRequest:
 
 def long(**changes: Any) -> SampleRequest:
     """It takes seconds: the likeliest token is never the last."""
-    return request(temperature=0.0, max_new_tokens=2000, **changes)
+    return request(temperature=0.0, max_new_tokens=LONG, **changes)
 
 
 def difference(fleet: Fleet, asked: SampleRequest, it: Sampled) -> float:
@@ -323,7 +323,7 @@ async def test_a_refit_in_flight_marks_the_tokens_of_either_version(
     it = await call
     assert [span.version for span in (await other).spans] == [1]
     assert [span.version for span in it.spans] == [0, 1]
-    assert (len(it.token_ids), it.version) == (2000, 1)
+    assert (len(it.token_ids), it.version) == (LONG, 1)
     assert difference(fleet, long(), it) < 1e-4
 
 

@@ -466,7 +466,7 @@ async def test_a_grpc_server_limits_connections_and_serves_those_it_has(monkeypa
 @contextlib.contextmanager
 def limited(head_s: float, *certificate: str) -> Iterator[int]:
     """The port of a server that is not Headrace's own, started as `headrace serve` starts vLLM's."""
-    pytest.importorskip("uvloop")
+    pytest.importorskip("uvloop", reason="uvloop is not installed: make setup")
     server = ["tests.support.unlimited_server", str(head_s), *certificate]
     command = [sys.executable, "-m", "headrace.net.limited_server", *server]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:

@@ -46,7 +46,7 @@ def test_up_continues_what_it_fetches_under_its_own_keys(url: str, tmp_path: Pat
         runs.prepare(file, ["grpo.seed=7"])
 
 
-def test_a_second_run_of_the_same_name_is_refused_though_it_has_begun_here(url: str, tmp_path: Path) -> None:
+def test_a_second_run_of_a_name_is_refused_though_it_has_begun_here(url: str, tmp_path: Path) -> None:
     """As when it was refused while the first was at work."""
     second = Machine(tmp_path / "second", url)
     file = tmp_path / "run.yaml"

@@ -408,7 +408,7 @@ def test_what_a_lost_answer_was_about_is_this_trainers_own(s3: S3Server, machine
     assert len(first.store.starts()) == 1
 
 
-def test_a_trainer_that_begins_while_another_looks_takes_nothing_from_the_chain(machine: Make, first: Machine) -> None:
+def test_a_start_while_another_looks_takes_nothing_from_the_chain(machine: Make, first: Machine) -> None:
     first.send(10)
     starts = first.store.starts()
     second = machine("second")
@@ -611,7 +611,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         RunStore(f"{URL}/{RUN}")
 
 
-def test_of_two_trainers_that_start_in_one_folder_the_earlier_one_ends(s3: S3Server, machine: Make) -> None:
+def test_of_two_trainers_begun_in_one_folder_the_earlier_one_ends(s3: S3Server, machine: Make) -> None:
     first, second = machine("first"), machine("first")
     assert (first.claim(), second.claim()) == (True, True)
     first.checkpoints.start("t1", 0)
