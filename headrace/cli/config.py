@@ -60,25 +60,26 @@ def check(
     With --gpu-memory, also check that the run fits on such GPUs; without it, on those of this machine if it has any."""
     examined = preflight.examine(config, overrides or ())
     translated = [*examined.nemo_rl.lines()] if examined.nemo_rl else []
-    problems, warnings, lines = Problems(), list[str](), list[str]()
-    with problems.gathered():
-        environment_processes.check(examined.config)
-    with problems.gathered():
-        environment_processes.check_loading(examined.config)
-    with problems.gathered():
-        warnings, lines = _check_data_and_models(examined)
-        warnings += _check_memory(examined.config, size, gpus, per_host)
-    try:
-        problems.tell()
-    except ConfigError:
-        for line in translated:  # the translation itself succeeded
-            typer.echo(line)
-        raise
-    for warning in [*warnings, *ports.list_busy(examined.config)]:
-        typer.echo(f"warning: {printable(warning)}", err=True)
-    typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
-    for line in (*lines, *environment_processes.describe(examined.config), *translated):
-        typer.echo(line)
+    with preflight.hiding(examined.config) as hide:
+        problems, warnings, lines = Problems(), list[str](), list[str]()
+        with problems.gathered():
+            environment_processes.check(examined.config)
+        with problems.gathered():
+            environment_processes.check_loading(examined.config)
+        with problems.gathered():
+            warnings, lines = _check_data_and_models(examined)
+            warnings += _check_memory(examined.config, size, gpus, per_host)
+        try:
+            problems.tell()
+        except ConfigError:
+            for line in translated:  # the translation itself succeeded
+                typer.echo(line)
+            raise
+        for warning in [*warnings, *ports.list_busy(examined.config)]:
+            typer.echo(f"warning: {printable(hide(warning))}", err=True)
+        typer.echo(f"{config}: valid; {age_bound(examined.config)}; {optimizer_steps(examined.config)}")
+        for line in (*lines, *environment_processes.describe(examined.config), *translated):
+            typer.echo(hide(line))
 
 
 def _check_memory(config: Config, size: float | None, gpus: int | None, per_host: int | None) -> list[str]:

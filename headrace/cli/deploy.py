@@ -17,7 +17,7 @@ from headrace.base.printable import printable
 from headrace.cli.common import MOST_GPUS, App, ConfigArgument, Overrides
 from headrace.config import Config, load
 from headrace.config.yaml_text import dump_value
-from headrace.launch import runs, skypilot, slurm
+from headrace.launch import preflight, runs, skypilot, slurm
 from headrace.launch.chart_values import Cluster, chart_values
 from headrace.launch.hosts import Host, check, parse_hosts, place, refuse_given
 from headrace.launch.ssh import SshRun
@@ -143,7 +143,9 @@ def write_helm(
     """Write the values of the chart deploy/helm/headrace for CONFIG: the configuration, the pods and GPUs of each service, their memory.
     Print what is left to do, and refuse what the chart can't run."""
     images = dict(_image(each) for each in environments or ())
-    values, remarks = chart_values(load(config, overrides or ()), Cluster(gpus, images))
+    loaded = load(config, overrides or ())
+    with preflight.hiding(loaded) as hide:
+        values, remarks = chart_values(loaded, Cluster(gpus, images))
     configuration = textwrap.indent(values.pop("config"), "  ")
     text = f"# headrace deploy helm {config}\nconfig: |\n{configuration}{dump_value(values)}"
     if output is None:
@@ -152,7 +154,7 @@ def write_helm(
         with atomic_write(output) as unfinished:
             unfinished.write_text(text, encoding="utf-8")
     for remark in remarks:
-        typer.echo(f"note: {printable(remark)}", err=True)
+        typer.echo(f"note: {printable(hide(remark))}", err=True)
 
 
 def _image(given: str) -> tuple[str, str]:

@@ -35,7 +35,16 @@ from headrace.run.sample_files import SampleFiles
 
 FOLDER = "evals"  # in the run's folder
 # keys that a data set on the command line inherits from those of the run
-_SHARED = ("env_name", "input_key", "output_key", "prompt_file", "system_prompt", "system_prompt_file", "processor")
+_SHARED = (
+    "env_name",
+    "input_key",
+    "output_key",
+    "info_keys",
+    "prompt_file",
+    "system_prompt",
+    "system_prompt_file",
+    "processor",
+)
 _HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 

@@ -43,19 +43,20 @@ def up(
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
     examined = preflight.examine(config, given)
     common.check_engine("up")
-    fetch_newest(examined.config)
-    # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
-    loaded, changes = runs.prepare(config, given)
-    here = _without(loaded, elsewhere)
-    if line := nothing_left(loaded):
-        common.say(RunConsole(), line)
-        return
-    translation, warnings, problems = examined.nemo_rl, list[str](), Problems()
-    with problems.gathered():
-        warnings = preflight.look(examined)
-    with problems.gathered():
-        check(loaded)
-    problems.tell()
+    with preflight.hiding(examined.config) as hide:
+        fetch_newest(examined.config)
+        # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data
+        loaded, changes = runs.prepare(config, given)
+        here = _without(loaded, elsewhere)
+        if line := nothing_left(loaded):
+            common.say(RunConsole(), line)
+            return
+        translation, warnings, problems = examined.nemo_rl, list[str](), Problems()
+        with problems.gathered():
+            warnings = preflight.look(examined)
+        with problems.gathered():
+            check(loaded)
+        problems.tell()
     plan = device_plan.of(here)
     if plan is not None:
         plan, of_memory = device_plan.fit(here, plan)
@@ -71,7 +72,7 @@ def up(
         device_plan.record(plan, threads, loaded.run_folder)
         start.record(loaded.run_folder, loaded, examined.origin)
         for warning in warnings:
-            say(f"warning: {warning}")
+            say(f"warning: {hide(warning)}")
         say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
         if translation:
             say(f"{translation.summary}; `headrace config check {config}` lists them")

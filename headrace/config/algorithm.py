@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 
 from headrace.config.in_yaml import in_yaml
 from headrace.config.marks import Fixed, MayChange
-from headrace.config.section import Section
+from headrace.config.section import Bounded, Section
+from headrace.records.score import LARGEST_REWARD
 
 # the estimators of each algorithm
 ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd"), "ppo": ("gae", "raw_reward")}
@@ -65,10 +66,10 @@ class RewardScalingConfig(Section):
     """`target_min + (clamp(r, source_min, source_max) - source_min) / (source_max - source_min) * (target_max - target_min)`"""
 
     enabled: bool = False
-    source_min: float = 0.0
-    source_max: float = 1.0
-    target_min: float = 0.0
-    target_max: float = 1.0
+    source_min: Bounded = 0.0
+    source_max: Bounded = 1.0
+    target_min: Bounded = 0.0
+    target_max: Bounded = 1.0
 
     @model_validator(mode="after")
     def _ranges(self) -> RewardScalingConfig:
@@ -87,7 +88,7 @@ class RewardShapingConfig(Section):
         128, ge=1, description="tokens before max_response_length over which the penalty grows from 0 to its full size"
     )
     overlong_buffer_penalty: float = Field(
-        1.0, ge=0, description="full penalty, for a completion of max_response_length or more tokens"
+        1.0, ge=0, le=LARGEST_REWARD, description="full penalty, for a completion of max_response_length or more tokens"
     )
     max_response_length: int | None = Field(
         None, ge=1, description="in tokens that the policy wrote; null: policy.max_total_sequence_length"

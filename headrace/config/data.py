@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.config.keys import ItemPath
 from headrace.config.marks import CodePath, Fixed, MayChange, ReadPath
 from headrace.config.section import Section
 
@@ -71,6 +72,11 @@ class DataSourceConfig(Section):
         "output",
         description="field of a row with the expected answer; null: the last message of the problem if it is the assistant's, else no "
         "answer",
+    )
+    info_keys: Fixed[list[str] | None] = Field(
+        None,
+        description="the other fields of a row that the environment gets (`extra_env_info`) and prompt_file may use; what the rest holds "
+        "does not matter. null: all of them, but none of a set on the Hub",
     )
     task: Fixed[str | None] = Field(None, description="reasoning_gym: name of the task")
     processor: MayChange[CodePath[str | None]] = Field(
@@ -229,8 +235,16 @@ class DataConfig(Section):
     @property
     def sources(self) -> list[DataSourceConfig]:
         """All data sets that the run may ask."""
-        evaluated = (source for source in (self.evaluate or {}).values() if source is not None)
-        return [*self.train, *self.validation, *evaluated]
+        return [*self.places.values()]
+
+    @property
+    def places(self) -> dict[ItemPath, DataSourceConfig]:
+        """All data sets that the run may ask, by their keys in the configuration."""
+        places: dict[ItemPath, DataSourceConfig] = {}
+        for part, sources in (("train", self.train), ("validation", self.validation)):
+            places |= {("data", part, number): source for number, source in enumerate(sources)}
+        evaluated = (self.evaluate or {}).items()
+        return places | {("data", "evaluate", name): source for name, source in evaluated if source is not None}
 
     @model_validator(mode="after")
     def _evaluates_what_there_is(self) -> DataConfig:

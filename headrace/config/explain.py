@@ -140,12 +140,18 @@ def _line(error: ErrorDetails, origin: Origin, named: Named, references: Sequenc
         return _unknown(path, value, origin(path), named, error.get("ctx", {}).get("known", ()))
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
-        mentioned = [tuple(name.split(".")) for name in _KEY.findall(message)]
-        at = next((keys for keys in mentioned if pattern(keys) in known_keys()), path)
-        message = message if not path or message.startswith(f"{key}.") else f"{key}: {message}"
-        return f"{message}{origin(at) if at else ''}"
+        mentioned = (tuple(name.split(".")) for name in _KEY.findall(message))
+        # of a section, the key that the message blames; of two keys that contradict each other, one that was given
+        blamed = [
+            *([] if _beside((*path, "")) else [path]),
+            *(keys for keys in mentioned if pattern(keys) in known_keys()),
+            path,
+            path[:-1],
+        ]
+        message = message if not path or message.startswith((f"{key}.", f"{key} ")) else f"{key}: {message}"
+        return message + next((place for keys in blamed if keys and (place := origin(keys))), "")
     if error["type"] == "missing" and (field := known_keys().get(pattern(path))) is not None:
-        return f"{key} is missing{origin(path)}; give {field.description or 'a value'}"
+        return f"{key} is missing{origin(path[:-1])}; give {field.description or 'a value'}"
     if error["type"] == "model_type":
         return f"{key}: {in_yaml(value)} is not a section of keys{origin(path)}; give a mapping"
     message = error["msg"].replace("Input should", "should").split(", unable to parse")[0]

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
 from headrace.config.marks import MayChange, ReadPath
+from headrace.config.section import Bounded
 
 
 class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
@@ -26,7 +27,7 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
         None, description="opd: directory or name of the teacher, a causal language model with the policy's vocabulary"
     )
     minus_baseline: bool = Field(True, description="reinforce_plus_plus: subtract the group's mean reward")
-    reward_weights: list[float] | None = Field(
+    reward_weights: list[Bounded] | None = Field(
         None,
         description="gdpo: weights of the reward components, in alphabetical order of their names; null: all equal",
     )

@@ -328,18 +328,20 @@ def _checked(
     return config
 
 
-def _without(values: dict[str, Any], wrong: Sequence[tuple[int | str, ...]]) -> Config | None:
-    """Return the configuration of `values` without the `wrong` ones, if it is one. What is wrong with the whole has no keys."""
-    rest = copy.deepcopy(values)
+def _without(values: dict[str, Any], wrong: list[tuple[int | str, ...]]) -> Config | None:
+    """Return the configuration of `values` without the `wrong` ones, if it is one. What is wrong with the whole has no keys. `wrong` also
+    gets what is wrong without the others: a data set without its environment."""
+    rest, found = copy.deepcopy(values), [*wrong]
     for _ in range(_MOST_ROUNDS):
-        if not all(wrong):
+        if not all(found):
             return None
-        for keys in wrong:
+        for keys in found:
             _drop(rest, keys)
         try:
             return Config.model_validate(rest)
         except ValidationError as error:
-            wrong = [each["loc"] for each in error.errors()]
+            found = [each["loc"] for each in error.errors()]
+            wrong += found
     return None
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic_core import InitErrorDetails
 
 from headrace.config.agents import MOST_SLOTS, AgentsConfig
 from headrace.config.algorithm import AlgorithmConfig
@@ -24,6 +25,7 @@ from headrace.config.environments import (
 )
 from headrace.config.grpo import GRPOConfig
 from headrace.config.in_yaml import in_yaml
+from headrace.config.keys import ItemPath
 from headrace.config.logger import LoggerConfig
 from headrace.config.loss import LossConfig, OnPolicyRatio, ValueLossConfig
 from headrace.config.marks import MayChange
@@ -93,28 +95,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        _check_one_algorithm(self)
-        _check_batches(self)
-        _check_loss(self)
-        _check_estimator(self)
-        _check_shaping(self)
-        _check_data_sets(self)
-        _check_leases(self)
-        if self.rollout.weights_from == "store" and self.checkpointing.store is None:
-            raise ValueError(
-                "rollout.weights_from is store, and checkpointing.store names none; set it to that of the trainer"
-            )
-        _check_collective_timeout(self)
-        for source in self.data.sources:
-            if source.env_name is None or source.env_name not in self.env:
-                known = ", ".join(sorted(self.env)) or "none"
-                raise ValueError(
-                    f"data: env_name {in_yaml(source.env_name)} is not one of the environments under env ({known})"
-                )
-            _check_verifiers_data(source, self.env[source.env_name])
-        for name, env in self.env.items():
-            _check_environment(self, name, env)
-        _check_episodes(self)
+        problems = [
+            InitErrorDetails(type="value_error", loc=keys, input=None, ctx={"error": message})
+            for keys, message in _find_contradictions(self)
+        ]
+        if problems:
+            raise ValidationError.from_exception_data(type(self).__name__, problems)
         return self
 
     @property
@@ -335,71 +321,107 @@ class Config(Section):
         return Path(folder) / str(self.run.id) if folder else logs
 
 
-def _check_environment(config: Config, name: str, env: EnvConfig) -> None:
+def _find_contradictions(config: Config) -> Iterator[tuple[ItemPath, str]]:
+    """Yield what is wrong between the sections. A message that begins with the key at fault needs no other keys."""
+    if config.grpo is not None and config.ppo is not None:
+        yield (
+            (),
+            "grpo and ppo are both given, but a run has only one of them; leave one out (on the command line, grpo=null)",
+        )
+        return
+    for check in (
+        _check_batches,
+        _check_loss,
+        _check_estimator,
+        _check_shaping,
+        _check_data_sets,
+        _check_leases,
+        _check_store,
+        _check_collective_timeout,
+        _check_episodes,
+    ):
+        for message in check(config):
+            yield (), message
+    for place, source in config.data.places.items():
+        for key, message in _check_source(config, source):
+            yield (*place, key), message
+    for name, env in config.env.items():
+        for problem in _check_environment(config, name, env):
+            yield ("env", name, *problem.partition(" ")[0].split(".")[1:]), f"env.{name}{problem}"
+
+
+def _check_environment(config: Config, name: str, env: EnvConfig) -> Iterator[str]:
+    """Yield what is wrong, to be appended to `env.<name>`."""
     if not _ENVIRONMENT_NAME.fullmatch(name):
-        raise ValueError(f"env.{name} is not a valid name; use 1 to 64 letters, digits and ._-")
-    for problem in env.problems(name, config.env):
-        raise ValueError(f"env.{name}{problem}")
+        yield " is not a valid name; use 1 to 64 letters, digits and ._-"
+    yield from env.problems(name, config.env)
     if env.runs_episodes and config.algorithm.asynchrony.staleness_policy == "drop":
-        raise ValueError(
-            f"env.{name}.episodes true with staleness_policy drop: an episode would be replayed only because it is too old; use ordered "
-            "or mask"
+        yield (
+            ".episodes true with staleness_policy drop: an episode would be replayed only because it is too old; use ordered or mask"
         )
     deadline = config.replay.scoring_deadline_s
     if env.timeout_s > deadline:
-        raise ValueError(
-            f"env.{name}.timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}, after which the trajectories of "
-            "a lost scorer are sent again, and the first requests must have ended; lower timeout_s or raise scoring_deadline_s"
+        yield (
+            f".timeout_s {env.timeout_s:g} is more than replay.scoring_deadline_s {deadline:g}, after which the trajectories of a lost "
+            "scorer are sent again, and the first requests must have ended; lower timeout_s or raise scoring_deadline_s"
         )
 
 
-def _check_verifiers_data(source: DataSourceConfig, env: EnvConfig) -> None:
-    """Check that a verifiers environment gets its own tasks, with the prompts that it makes of them."""
+def _check_source(config: Config, source: DataSourceConfig) -> Iterator[tuple[str, str]]:
+    """Check that there is the environment of a data set, and that one of verifiers gets its own tasks, with the prompts that it makes of
+    them. Yield the key at fault, and the message."""
+    name = in_yaml(source.env_name)
+    env = config.env.get(source.env_name or "")
+    if env is None:
+        known = ", ".join(sorted(config.env)) or "none"
+        yield "env_name", f"{name} is not one of the environments under env ({known})"
+        return
     of_verifiers, plays_them = source.dataset_name == "verifiers", isinstance(env, VerifiersConfig)
     if of_verifiers and not plays_them:
-        raise ValueError(
-            f"data: dataset_name verifiers with env_name {in_yaml(source.env_name)}, which is of another type; name an environment of "
-            "type verifiers"
+        yield (
+            "dataset_name",
+            f"verifiers with env_name {name}, which is of another type; name an environment of type verifiers",
         )
     if plays_them and not of_verifiers:
-        raise ValueError(
-            f"data: env_name {in_yaml(source.env_name)} is of type verifiers, which has only its own tasks; give dataset_name: verifiers "
-            "instead of another data set"
+        yield (
+            "env_name",
+            f"{name} is of type verifiers, which has only its own tasks; give dataset_name: verifiers instead of another data set",
         )
     for key in ("system_prompt", "system_prompt_file", "prompt_file", "processor"):
         if of_verifiers and getattr(source, key) is not None:
-            raise ValueError(
-                f"data: {key} with dataset_name verifiers, whose environment makes its own prompts; leave it out (a system prompt is "
-                f"env.{source.env_name}.verifiers.taskset.system_prompt, a file)"
+            yield (
+                key,
+                "dataset_name is verifiers, whose environment makes its own prompts; leave this out (a system prompt is "
+                f"env.{source.env_name}.verifiers.taskset.system_prompt, a file)",
             )
 
 
-def _check_episodes(config: Config) -> None:
+def _check_episodes(config: Config) -> Iterator[str]:
     """Check that every group of episodes can be leased, and can end within its deadlines."""
     episodes = config.episodic
     if not episodes:
         return
     agents, replay, algorithm = config.agents, config.replay, config.algorithm
     if config.trainer.validation_replicas:
-        raise ValueError(
+        yield (
             f"trainer.validation_replicas {config.trainer.validation_replicas} with an environment that has episodes "
             f"({', '.join(sorted(episodes))}): any replica answers their calls, so that none can measure one version alone; set it to 0"
         )
     started = algorithm.num_generations_per_prompt + replay.redundant_generations
     validated = algorithm.val_num_generations_per_prompt
     if agents.slots < started:
-        raise ValueError(
+        yield (
             f"agents.slots {agents.slots} is less than {started}, the number of episodes of a group, which start together "
             f"({algorithm.name}.num_generations_per_prompt and replay.redundant_generations); raise it"
         )
     if agents.slots_of("validation") < validated:
-        raise ValueError(
+        yield (
             f"agents.validation_slots {agents.slots_of('validation')} (agents.slots, unless given) is less than {validated}, the number of "
             f"episodes of a validation group, which start together ({algorithm.name}.val_num_generations_per_prompt); raise it"
         )
     validation_slots = agents.slots_of("validation")
     if agents.slots + validation_slots > MOST_SLOTS:
-        raise ValueError(
+        yield (
             f"agents.slots {agents.slots} and agents.validation_slots {validation_slots} (agents.slots, unless given) are together more "
             f"than the {MOST_SLOTS} that a runner can hold; lower them, and raise agents.runners"
         )
@@ -407,7 +429,7 @@ def _check_episodes(config: Config) -> None:
     done = (algorithm.num_prompts_per_step - 1) * algorithm.num_generations_per_prompt
     needed = (2 * most + done) * agents.max_episode_bytes
     if needed > replay.max_bytes:
-        raise ValueError(
+        yield (
             f"agents.max_episode_bytes {agents.max_episode_bytes}: each of the {most} episodes of a group may hold twice as much while it "
             f"is played, and each of the step's {done} others as much once it is done. That is more than replay.max_bytes "
             f"{replay.max_bytes}, so the last group of a step might never be leased; lower it, or raise max_bytes to {needed}"
@@ -415,25 +437,18 @@ def _check_episodes(config: Config) -> None:
     if config.trainer.validation_deadline_s < agents.episode_s and any(
         source.env_name in episodes for source in config.data.validation
     ):
-        raise ValueError(
+        yield (
             f"trainer.validation_deadline_s {config.trainer.validation_deadline_s:g} is less than agents.episode_s {agents.episode_s:g}: a "
             "validation would be given up while its episodes still run; raise it, or lower agents.episode_s"
         )
     if agents.branches != "refuse" and (needs := config.needs_one_path) is not None:
-        raise ValueError(
+        yield (
             f"{needs} with agents.branches allow: the setting needs a trajectory to be one sequence, and one with branches is not; set "
             "agents.branches to refuse, or change the setting"
         )
 
 
-def _check_one_algorithm(config: Config) -> None:
-    if config.grpo is not None and config.ppo is not None:
-        raise ValueError(
-            "grpo and ppo are both given, but a run has only one of them; leave one out (on the command line, grpo=null)"
-        )
-
-
-def _check_batches(config: Config) -> None:
+def _check_batches(config: Config) -> Iterator[str]:
     """Check that every optimizer step takes the same number of whole trajectories of the batch."""
     algorithm = config.algorithm
     for section, size in (
@@ -441,124 +456,127 @@ def _check_batches(config: Config) -> None:
         ("value", config.value.train_global_batch_size),
     ):
         if size is not None and algorithm.batch_size % size:
-            raise ValueError(
+            yield (
                 f"{section}.train_global_batch_size {size} does not divide the {algorithm.batch_size} trajectories of a batch "
                 f"({algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} x num_generations_per_prompt "
                 f"{algorithm.num_generations_per_prompt}); give a divisor, or null for one optimizer step per batch"
             )
 
 
-def _check_loss(config: Config) -> None:
+def _check_loss(config: Config) -> Iterator[str]:
     algorithm, loss = config.algorithm, config.loss_fn
     on_policy = isinstance(loss.policy_term, OnPolicyRatio)
     if on_policy and config.policy_batch != algorithm.batch_size:
-        raise ValueError(
+        yield (
             f"loss_fn.force_on_policy_ratio true with policy.train_global_batch_size {config.policy_batch} of the "
             f"{algorithm.batch_size} trajectories of a batch: from the second optimizer step on the ratio is not 1; set one of "
             "them to false or null"
         )
     if on_policy and config.ppo is not None and config.ppo.ppo_epochs > 1:
-        raise ValueError(
+        yield (
             f"loss_fn.force_on_policy_ratio true with ppo.ppo_epochs {config.ppo.ppo_epochs}: from the second epoch on the ratio "
             "is not 1; set force_on_policy_ratio false or ppo_epochs 1"
         )
     if algorithm.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty > 0:
-        raise ValueError(
+        yield (
             f"{algorithm.name}.skip_reference_policy_logprobs_calculation true with loss_fn.reference_policy_kl_penalty "
             f"{loss.reference_policy_kl_penalty}, which needs a reference policy; set one of them to false or 0"
         )
 
 
-def _check_estimator(config: Config) -> None:
+def _check_estimator(config: Config) -> Iterator[str]:
     estimator, algorithm, loss = config.algorithm.adv_estimator, config.algorithm, config.loss_fn
     key = f"{algorithm.name}.adv_estimator.name {estimator.name}"
     grpo = config.grpo
     if grpo is not None and grpo.num_generations_per_prompt < 2 and grpo.leaves_one_out and estimator.compares_groups:
-        raise ValueError(
+        yield (
             "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true: "
             "a group of one has no others for a baseline; use 2 or more"
         )
-    _check_teacher(config, key)
+    yield from _check_teacher(config, key)
     if loss.use_kl_in_reward and not estimator.takes_kl:
-        raise ValueError(
+        yield (
             f"loss_fn.use_kl_in_reward true with {key}, which has no token rewards to subtract it from; set it to false, or choose "
             "grpo.adv_estimator.name reinforce_plus_plus or ppo.adv_estimator.name gae"
         )
     if grpo is not None and grpo.adv_estimator.kl_to_go and not loss.kl_in_reward:
-        raise ValueError(
+        yield (
             "grpo.adv_estimator.kl_to_go true without a KL penalty in the rewards; set loss_fn.use_kl_in_reward true and "
             "loss_fn.reference_policy_kl_penalty above 0, or leave kl_to_go out"
         )
 
 
-def _check_teacher(config: Config, key: str) -> None:
+def _check_teacher(config: Config, key: str) -> Iterator[str]:
     teacher = config.grpo.adv_estimator.teacher_model_name if config.grpo else None
     has_teacher = config.algorithm.adv_estimator.has_teacher
     if has_teacher and teacher is None:
-        raise ValueError(
-            f"{key} without grpo.adv_estimator.teacher_model_name; name the model that the policy is to imitate"
-        )
+        yield (f"{key} without grpo.adv_estimator.teacher_model_name; name the model that the policy is to imitate")
     if teacher is not None and not has_teacher:
-        raise ValueError(
+        yield (
             f"grpo.adv_estimator.teacher_model_name {in_yaml(teacher)} with {key}, which has no teacher; leave it out, or set name: opd"
         )
 
 
-def _check_shaping(config: Config) -> None:
+def _check_shaping(config: Config) -> Iterator[str]:
     shaping, name = config.algorithm.reward_shaping, config.algorithm.name
     longest = config.max_response_length
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and shaping.overlong_buffer_length > longest:
-        raise ValueError(
+        yield (
             f"{name}.reward_shaping.overlong_buffer_length {shaping.overlong_buffer_length} is more than max_response_length "
             f"{longest} (null: policy.max_total_sequence_length), so that an empty completion would be overlong; lower it"
         )
 
 
-def _check_collective_timeout(config: Config) -> None:
+def _check_collective_timeout(config: Config) -> Iterator[str]:
     """Check that a rank is not reported as frozen while it waits for another that waits for the buffer or for replicas."""
     trainer, channel = config.trainer, config.weight_channel
     longest, key = max(
         (trainer.fleet_deadline_s, "trainer.fleet_deadline_s"), (channel.timeout_s, "weight_channel.timeout_s")
     )
     if trainer.collective_timeout_s <= longest:
-        raise ValueError(
+        yield (
             f"trainer.collective_timeout_s {trainer.collective_timeout_s:g} is not more than {key} {longest:g}: a rank that only waits "
             "that long would be reported as frozen; raise the former, or lower the latter"
         )
 
 
-def _check_data_sets(config: Config) -> None:
+def _check_data_sets(config: Config) -> Iterator[str]:
     """Check that each data set has the same share of every batch."""
     data, algorithm = config.data, config.algorithm
     if not data.use_multiple_dataloader:
         return
     each, sets = data.num_prompts_per_dataloader, len(data.train)
     if sets < 2:
-        raise ValueError(
+        yield (
             f"data.use_multiple_dataloader true with {sets} data sets under data.train; list two or more to draw from in turn, or set it "
             "to false"
         )
     if algorithm.num_prompts_per_step % (sets * (each or 1)):
-        raise ValueError(
+        yield (
             f"{algorithm.name}.num_prompts_per_step {algorithm.num_prompts_per_step} is not a multiple of the {sets} data sets "
             f"of data.train times data.num_prompts_per_dataloader {each or 'null (any)'}, so a batch would not be drawn evenly; change one "
             "of them"
         )
 
 
-def _check_leases(config: Config) -> None:
+def _check_store(config: Config) -> Iterator[str]:
+    if config.rollout.weights_from == "store" and config.checkpointing.store is None:
+        yield "rollout.weights_from is store, and checkpointing.store names none; set it to that of the trainer"
+
+
+def _check_leases(config: Config) -> Iterator[str]:
     """Check that no replica counts as dead because the server was away, and that leases outlive dead replicas, so that the groups of a dead
     replica are known."""
     lease_s, dead_after_s, heartbeat_s = config.replay.lease_s, config.rollout.dead_after_s, config.rollout.heartbeat_s
     unreachable_s = max(LONGEST_GAP_S, dead_after_s / 2)
     if dead_after_s < unreachable_s + 2 * heartbeat_s:
-        raise ValueError(
+        yield (
             f"rollout.dead_after_s {dead_after_s:g} is less than {unreachable_s + 2 * heartbeat_s:g}: two heartbeats (rollout.heartbeat_s "
             f"{heartbeat_s:g}) and the {unreachable_s:g} s for which the buffer's server may be away before its clock stops. Replicas "
             "would count as dead because the server was restarted; raise it, or lower rollout.heartbeat_s"
         )
     if lease_s < dead_after_s:
-        raise ValueError(
+        yield (
             f"replay.lease_s {lease_s:g} is less than rollout.dead_after_s {dead_after_s:g}: a group that kills its replica would not be "
             "found, because its lease ends before the replica counts as dead; raise the former or lower the latter"
         )

@@ -1,6 +1,13 @@
 """The base class of every section of the configuration."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.records.score import LARGEST_REWARD
+
+# what rewards are multiplied by or mapped to: sums over a batch stay finite
+Bounded = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 class Section(BaseModel):

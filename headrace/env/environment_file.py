@@ -19,7 +19,7 @@ from types import ModuleType, TracebackType
 import headrace
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.parent import die_with_parent
-from headrace.env.environment import Environment
+from headrace.env.environment import Environment, describe_error
 from headrace.env.reward_function import SIGNATURES, make_environment, signature_in, signature_text, style_of
 
 
@@ -117,10 +117,10 @@ def load(target: str) -> Environment:
         )
     try:
         return made()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # without frames of the file, the call itself lacks arguments
         remedy = "correct its __init__" if _frames(error) else "it must take no arguments"
-        raise ConfigError(f"{target}: {name}() raised {_describe(error)}; {remedy}{_traceback(error)}") from error
+        raise ConfigError(f"{target}: {name}() raised {describe_error(error)}; {remedy}{_traceback(error)}") from error
 
 
 def path_of(target: str) -> Path:
@@ -161,24 +161,20 @@ def run_file(target: str, path: Path) -> ModuleType:
         # tracebacks and the build use this text, even if the file changes
         linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
         exec(code, module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{target}: {path} raised {_describe(error)} when it was loaded{_traceback(error)}"
+            f"{target}: {path} raised {describe_error(error)} when it was loaded{_traceback(error)}"
         ) from error
     return module
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _traceback(error: Exception) -> str:
+def _traceback(error: BaseException) -> str:
     """Return the lines to add to a message: the frames in the file itself show whose error it is."""
     frames = _frames(error)
     return "\n" + "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
 
 
-def _frames(error: Exception) -> TracebackType | None:
+def _frames(error: BaseException) -> TracebackType | None:
     """Return the error's frames below this module's, if it has any."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:

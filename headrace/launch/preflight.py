@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import grpc
 
 from headrace.base.addresses import GRPC_PROXIES, target_is_local, through_proxy
-from headrace.base.errors import ConfigError, MissingPackage, Problems, ServiceError
+from headrace.base.errors import ConfigError, HeadraceError, MissingPackage, Problems, ServiceError
 from headrace.base.model_name import MODEL, TOKENIZER
 from headrace.config import Config, loading
 from headrace.config.environments import LLMJudgeConfig, TargetConfig
 from headrace.config.loading import InvalidConfig, Loaded
+from headrace.config.references import hide_values
 from headrace.config.root import TEACHER_KEY
 from headrace.env.kit.example_samples import read_labels
 from headrace.launch import environment_processes, shell, tracker_login
@@ -29,6 +31,18 @@ from headrace.v1 import environment_pb2, environment_pb2_grpc
 _PING_S = 2.0
 
 
+@contextlib.contextmanager
+def hiding(config: Config) -> Iterator[Callable[[str], str]]:
+    """Yield the function that shows what came from the environment as the expression that gives it; the error that ends the context is
+    shown so, too."""
+    hide = functools.partial(hide_values, references=config.references)
+    try:
+        yield hide
+    except HeadraceError as error:
+        error.args = (hide(str(error)), *error.args[1:])
+        raise
+
+
 def examine(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a configuration, as `headrace.config.loading.examine` does. An error also tells what is wrong with what the configuration names,
     as far as its other sections say it."""
@@ -39,9 +53,9 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         problems.add(str(error))
         if error.rest is not None:
             if "env" not in error.sections:
-                with problems.gathered():
+                with problems.gathered(), hiding(error.rest.config):
                     environment_processes.check(error.rest.config)
-            with problems.gathered(), contextlib.suppress(MissingPackage):
+            with problems.gathered(), contextlib.suppress(MissingPackage), hiding(error.rest.config):
                 _look_at_named(error.rest, error.sections)
         raise ConfigError("\n".join(problems)) from error
 

@@ -63,7 +63,7 @@ def _load_plugin(key: str, plugin: str) -> None:
             import_from_path(Path(plugin).stem, plugin)
         else:
             importlib.import_module(plugin)
-    except Exception as error:  # whatever it raises
+    except (Exception, SystemExit) as error:  # whatever it raises
         raise ServiceError(
             f"{_SECTION}.{key} {plugin}: it can't be loaded ({error!r}); correct it, or leave it out and choose a parser of vLLM's"
         ) from error

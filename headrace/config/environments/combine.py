@@ -9,13 +9,14 @@ from pydantic import Field
 
 from headrace.config.environments.base import BuiltInConfig, EnvConfig
 from headrace.config.marks import Fixed, Undecisive
+from headrace.config.section import Bounded
 
 
 class CombineConfig(BuiltInConfig):
     """One reward from several environments."""
 
     type: Undecisive[Fixed[Literal["combine"]]] = "combine"
-    parts: Fixed[dict[str, float]] = Field(
+    parts: Fixed[dict[str, Bounded]] = Field(
         min_length=1,
         description="the environments that score each completion, by name, with their weights, for example {math: 1.0, brief: 0.2}",
     )

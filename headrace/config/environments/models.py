@@ -11,6 +11,7 @@ from headrace.config.environments.base import ScoringConfig, undecisive
 from headrace.config.jinja_file import read_template
 from headrace.config.marks import Fixed, MayChange, ReadPath, Undecisive
 from headrace.config.section import Section
+from headrace.records.score import LARGEST_REWARD
 
 
 class JudgeConfig(Section):
@@ -117,6 +118,10 @@ class LLMJudgeConfig(ScoringConfig):
         lowest, highest = scale
         if lowest >= highest:
             raise ValueError(f"[{lowest}, {highest}]: the best score is not above the worst; give the worst first")
+        if max(-lowest, highest) > LARGEST_REWARD:
+            raise ValueError(
+                f"[{lowest!s:.20}, {highest!s:.20}]: give scores between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
+            )
         return scale
 
     @model_validator(mode="after")

@@ -198,7 +198,7 @@ def load(config: Mapping[str, Any]) -> tuple[Any, str]:
         return vf.load_environment(resolved), policy
     except UnsupportedEnvironment:
         raise
-    except Exception as error:  # errors of its code are for the user
+    except (Exception, SystemExit) as error:  # errors of its code are for the user
         raise UnsupportedEnvironment(f"{type(error).__name__}: {error}") from error
 
 
@@ -221,7 +221,7 @@ def loading() -> Iterator[None]:
     """Convert any exception of a task set's own code to `UnsupportedEnvironment`, with its message."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnsupportedEnvironment(f"its task set can't be loaded: {type(error).__name__}: {error}") from error
 
 

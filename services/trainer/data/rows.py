@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.base import strict_json
 from headrace.base.errors import ConfigError
+from headrace.env.environment import describe_error
 from headrace.env.environment_file import run_file
 from headrace.env.reward_function import TRL, VERL
 from headrace_services.trainer.data.faults import BadRow, Faults
@@ -82,7 +82,8 @@ def check_carried(fields: dict[str, Any]) -> None:
                 raise BadRow(f"the field name {name!r} is not text; rename the field", "a field name is not text")
             if error := _refusal({name: value}):
                 kind = f"field {name!r} can't be stored as JSON and msgpack"
-                raise BadRow(f"{kind} ({error}); write it as text, or leave it out", kind)
+                remedy = "write it as text, or leave it out: info_keys names the fields that the environment needs"
+                raise BadRow(f"{kind} ({error}); {remedy}", kind)
 
 
 def _refusal(fields: dict[str, Any]) -> Exception | None:
@@ -144,7 +145,7 @@ def _parse(text: str) -> Any:
     try:
         if not text.isascii():
             text.encode()
-        return strict_json.decode(text)
+        return json.loads(text)  # NaN in a field that nobody asks for is no reason to refuse the row
     except UnicodeEncodeError as error:
         raise BadRow(f"it is not UTF-8 (byte {ord(text[error.start]) - 0xDC00:#x})", "it is not UTF-8") from error
     except RecursionError as error:
@@ -194,12 +195,12 @@ def processor(name: str, key: str) -> Callable[[dict[str, Any]], dict[str, Any]]
     def process(row: dict[str, Any]) -> dict[str, Any]:
         try:
             made = function(row)
-        except Exception as error:  # whatever the user's code raises is shown to them
-            raised = f"{_place_in_code(error)}raised {type(error).__name__}"
-            kind = f"{name}: {raised}"
+        except (Exception, SystemExit) as error:  # whatever the user's code raises is shown to them
+            place = _place_in_code(error)
+            kind = f"{name}: {place}raised {type(error).__name__}"
             detail = "" if kind in shown else f"\n{_trace(error)}"
             shown.add(kind)
-            raise BadRow(f"{kind}: {error}{detail}", kind, "processor") from error
+            raise BadRow(f"{name}: {place}raised {describe_error(error)}{detail}", kind, "processor") from error
         if not isinstance(made, dict):
             wanted = "not a mapping of fields; return one for each row"
             raise BadRow(f"{name} returned {made!r:.80}, {wanted}", f"{name} returned {wanted}", "processor")
@@ -225,7 +226,7 @@ def own_rows(name: str, arguments: dict[str, Any], key: str, faults: Faults) -> 
                 else:
                     faults.add(where, BadRow(f"it is {row!r:.80}, not a mapping of fields", "not a mapping of fields"))
                 number += 1
-        except Exception as error:  # whatever the user's code raises is shown to them
+        except (Exception, SystemExit) as error:  # whatever the user's code raises is shown to them
             raise _error_in(f"{key} {name}, row {number}", error) from error
 
 
@@ -251,7 +252,7 @@ def _load(name: str, key: str) -> Callable[..., Any]:
         path, _, attribute = name.rpartition(".")
         try:
             module = importlib.import_module(path)
-        except Exception as error:  # whatever the user's code raises is shown to them
+        except (Exception, SystemExit) as error:  # whatever the user's code raises is shown to them
             remedy = f"install it, put its folder into PYTHONPATH, or name the file: FILE.py:{attribute}"
             raise ConfigError(f"{key} {name}: {path} can't be imported; {remedy}\n{_trace(error)}") from error
     found = getattr(module, attribute, None)
@@ -260,18 +261,18 @@ def _load(name: str, key: str) -> Callable[..., Any]:
     return found
 
 
-def _error_in(what: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{what}: {_place_in_code(error)}raised {type(error).__name__}: {error}\n{_trace(error)}")
+def _error_in(what: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"{what}: {_place_in_code(error)}raised {describe_error(error)}\n{_trace(error)}")
 
 
-def _place_in_code(error: Exception) -> str:
+def _place_in_code(error: BaseException) -> str:
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename
     # a call with the wrong arguments fails in this file, where it is made
     return "" if file == __file__ else f"{file}:{line} "
 
 
-def _trace(error: Exception) -> str:
+def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 

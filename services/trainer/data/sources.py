@@ -9,6 +9,7 @@ read in the same way: one with data files, or one that `save_to_disk` wrote. `ro
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -241,13 +242,15 @@ def _make_from_row(row: dict[str, Any], columns: rows.Columns, source: DataSourc
     question, info, answer = _field(row, columns.question, "input_key"), dict(row), None
     if columns.whose is None or not isinstance(question, str):
         info.pop(columns.question, None)  # a text that stays tells a reward function of TRL's to expect texts
+    if source.info_keys is not None:
+        info = {name: _field(row, name, "info_keys") for name in source.info_keys}
     if source.output_key is None:
         question, answer = _last_answer(question)
     elif columns.answer is not None:
         value = _field(row, columns.answer, "output_key")
         if columns.answer != rows.VERL_TRUTH or (isinstance(value, str | int | float) and not isinstance(value, bool)):
             answer = _answer(value, columns.answer)
-    if columns.whose is None and columns.answer is not None:
+    if columns.whose is None and columns.answer is not None and source.info_keys is None:
         info.pop(columns.answer, None)
     if answer is not None:
         info["answer"] = answer
@@ -264,7 +267,10 @@ def describe_columns(source: DataSourceConfig, key: str) -> Iterator[str]:
         processed = process(row)
         columns = rows.find_columns(processed, source.input_key, source.output_key)
         if columns.whose is not None:
-            others = ", ".join(name for name in processed if name != columns.question) or "no other column"
+            names = source.info_keys
+            if names is None:
+                names = [name for name in processed if name != columns.question]
+            others = ", ".join(names) or "no other column"
             answer = f"; {columns.answer} is the answer" if columns.answer else ""
             yield (
                 f"{key}.data_path {source.data_path}: columns as in {columns.whose}: {columns.question} is the problem{answer}; the "
@@ -286,6 +292,9 @@ def _answer(value: Any, name: str) -> str:
         raise BadRow(
             f"field {name!r} is {value!r:.80}, not text or a number", f"field {name!r} is not text or a number"
         )
+    if isinstance(value, float) and not math.isfinite(value):
+        kind = f"field {name!r} is not a finite number"
+        raise BadRow(f"field {name!r} is {value}, not a finite number; write it as text", kind)
     return str(value)
 
 
@@ -325,7 +334,8 @@ def _read_hub(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tu
 
 
 def _make_from_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
-    """Make the problem of a row. The environment gets only the answer. Raises `BadRow`."""
+    """Make the problem of a row. The environment gets the answer, and what `info_keys` names. Raises `BadRow`."""
+    info = {name: _field(row, name, "info_keys") for name in source.info_keys or ()}
     if known.shape is not None:
         row = known.shape(row)
     question, answer = _field(row, known.question, "input_key"), None
@@ -337,7 +347,8 @@ def _make_from_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSo
         if known.after not in answer:
             raise BadRow(f"the answer {answer!r:.80} has no {known.after!r}", f"the answer has no {known.after!r}")
         answer = answer.rpartition(known.after)[2].strip()
-    info = {} if answer is None else {"answer": answer}
+    if answer is not None:
+        info["answer"] = answer
     rows.check_carried({known.question: question, **info})
     return _make_problem(source, question, info, task_name)
 

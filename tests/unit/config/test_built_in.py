@@ -48,6 +48,10 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
             {"llm_judge": {"judges": [JUDGE], "rubric": "x", "scale": [5, 1]}},
             r"env\.llm_judge\.scale: \[5, 1\]: the best score",
         ),
+        (
+            {"llm_judge": {"judges": [JUDGE], "rubric": "x", "scale": [0, 10**400]}},
+            r"env\.llm_judge\.scale: .* between -1e\+09 and 1e\+09",
+        ),
         ({"llm_judge": {"judges": [JUDGE], "rubric": "x", "vote": "majority"}}, r"vote majority without threshold"),
         (
             {"llm_judge": {"judges": [JUDGE | {"base_url": "https://me:secret@judge/v1"}], "rubric": "x"}},

@@ -182,8 +182,28 @@ def test_the_rest_of_a_wrong_configuration_is_kept(file: Path) -> None:
     assert "more" not in rest.config.env
     assert refused.value.sections == {"grpo", "env", "policy"}
     with pytest.raises(InvalidConfig) as refused:  # what is wrong is no single value
-        examine(file, ["data.train.0.env_name=nobody"], {})
+        examine(file, ["rollout.weights_from=store"], {})
     assert refused.value.rest is None
+
+
+def test_all_contradictions_of_sections_are_said_with_places(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "grpo: {num_generations_per_prompt: 3}\n"
+        "policy:\n  train_global_batch_size: 5\n"
+        "data:\n  train: {dataset_name: arithmetic,\n    env_name: adder}\n"
+        "  validation:\n    - dataset_name: arithmetic\n"
+        "env:\n  a-b.c: {type: math, timeout_s: 20}\n"
+        "rollout:\n  dead_after_s: 300\n"
+    )
+    found = refusal(file, "grpo.num_prompts_per_step=4", "replay.scoring_deadline_s=10").splitlines()
+    assert [(line.partition(" ")[0], line.rpartition(" (")[2]) for line in found] == [
+        ("policy.train_global_batch_size", f"{file}:3)"),  # the first of three keys
+        ("replay.lease_s", f"{file}:12)"),  # what it contradicts was given
+        ("data.train.env_name:", f"{file}:6)"),
+        ("data.validation.0.env_name:", f"{file}:8)"),  # it lacks the key
+        ("env.a-b.c.timeout_s", f"{file}:10)"),
+    ]
 
 
 def test_a_mistake_in_data_default_is_said_once(file: Path) -> None:
@@ -239,7 +259,7 @@ def test_only_a_limit_that_may_be_off_can_be_infinite() -> None:
         ("checkpointing.checkpoint_must_save_by=1h", "checkpointing.checkpoint_must_save_by: '1h' string should match pattern"),
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
         ('env={"my env": {type: math}, adder: {type: math}}', "letters, digits and ._-"),
-        ("data.train.0.env_name=nobody", "env_name 'nobody'"),
+        ("data.train.0.env_name=nobody", "data.train.0.env_name: 'nobody' is not one of"),
         ("trainer.collective_timeout_s=.inf", "trainer.collective_timeout_s: .inf "),
         ("rollout.dead_after_s=.inf", "rollout.dead_after_s: .inf should be a finite number"),
         ("env.adder.timeout_s=.nan", "env.adder.timeout_s: .nan should be a finite number"),
@@ -251,6 +271,22 @@ def test_a_value_that_cant_be_is_one_line_with_key_value_and_remedy(file: Path, 
     message = refusal(file, override)
     assert said in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "grpo.reward_scaling.target_max=1e308",
+        "grpo.reward_scaling.source_min=-1e308",
+        "grpo.reward_shaping.overlong_buffer_penalty=1e308",
+        "grpo.adv_estimator={name: gdpo, reward_weights: [1e308]}",
+        "env.both={type: combine, parts: {adder: 1e308}}",
+    ],
+)
+def test_what_multiplies_rewards_is_bounded_as_they_are(file: Path, override: str) -> None:
+    message = refusal(file, override)
+    assert len(message.splitlines()) == 1, message
+    assert "1000000000" in message
 
 
 def test_the_deadline_of_a_checkpoint_is_days_to_seconds(file: Path) -> None:
@@ -574,14 +610,6 @@ def test_a_name_of_another_framework_leads_to_the_key(file: Path, key: str, mean
 
 def test_every_name_of_another_framework_leads_to_a_key_there_is() -> None:
     assert [key for key in NAMES.values() if tuple(key.split(".")) not in known_keys()] == []
-
-
-def test_an_error_of_two_keys_says_where_the_first_of_them_stands(file: Path) -> None:
-    file.write_text(BASE + "replay:\n  lease_s: 1\n")
-    said = refusal(file, "grpo.num_generations_per_prompt=1")
-    assert said.splitlines() == [said]
-    assert said.endswith("use 2 or more (command line)")
-    assert refusal(file).endswith(f"({file}:15)")
 
 
 def test_the_paths_of_an_evaluation_start_where_its_run_was_started(tmp_path: Path) -> None:

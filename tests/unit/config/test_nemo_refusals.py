@@ -215,7 +215,7 @@ def test_what_a_data_set_takes_from_the_default_has_its_place(tmp_path: Path) ->
         ("data: {train: {dataset_name: true}}", "data.train.dataset_name: true is not supported"),
         ("data: {default: {processor: true}}", "data.default.processor: true is not one of"),
         ("env: {math: {math_verify_impl: false}}", "env.math.math_verify_impl: false is not one of"),
-        ("data: {default: {env_name: null}}", "env_name null is not one of the environments"),
+        ("data: {default: {env_name: null}}", "env_name: null is not one of the environments"),
     ],
 )  # fmt: skip
 def test_values_are_said_as_yaml_writes_them(tmp_path: Path, text: str, said: str) -> None:

@@ -47,10 +47,10 @@ def test_what_it_lacks_is_named(env: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("env", "source", "said"),
     [
-        (ECHO, {"dataset_name": "arithmetic"}, "env_name 'echo' is of type verifiers"),
-        ({"type": "math"}, {}, "dataset_name verifiers with env_name 'echo'"),
-        (ECHO, {"system_prompt": "Be brief."}, "data: system_prompt with dataset_name verifiers"),
-        (ECHO, {"prompt_file": "p.txt"}, "data: prompt_file with dataset_name verifiers"),
+        (ECHO, {"dataset_name": "arithmetic"}, r"train.0.env_name\n.*'echo' is of type verifiers"),
+        ({"type": "math"}, {}, r"train.0.dataset_name\n.*verifiers with env_name 'echo'"),
+        (ECHO, {"system_prompt": "Be brief."}, r"train.0.system_prompt\n.*dataset_name is verifiers"),
+        (ECHO, {"prompt_file": "p.txt"}, r"train.0.prompt_file\n.*dataset_name is verifiers"),
     ],
 )
 def test_its_tasks_are_its_own(env: dict[str, Any], source: dict[str, Any], said: str) -> None:

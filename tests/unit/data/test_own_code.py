@@ -41,6 +41,10 @@ def torn():
     raise OSError("the disk is gone")
 
 
+def leave(row=None):
+    raise SystemExit(0)
+
+
 def nothing(row):
     return None
 
@@ -123,6 +127,7 @@ def test_multiple_choice_questions_list_their_options(tmp_path: Path) -> None:
             "broken",
             r"processor: 2 rows .*mine\.py:broken: .*mine\.py:20 raised KeyError: 'nothing'\n  .*rows\.jsonl:1\n",
         ),
+        ("leave", r"processor: 2 rows .*mine\.py:leave: .*mine\.py:29 raised SystemExit: 0"),
         ("nothing", r"processor: 2 rows .*mine\.py:nothing returned None.*\n  .*rows\.jsonl:1\n"),
         ("numbers", r"processor: 2 rows .*mine\.py:numbers returned .*\n  .*rows\.jsonl:1"),
         ("missing", r"data\.train\[0\]\.processor .*mine\.py has no function or class missing"),
@@ -139,6 +144,7 @@ def test_a_processors_error_names_the_row_and_the_line_of_code(mine: Path, rows:
     [
         ({"dataset_name": ":torn"}, r"dataset_name .*mine\.py:torn, row 1: .*mine\.py:25 raised OSError"),
         ({"dataset_name": ":numbers", "task_config": {"size": 2}}, r"raised TypeError: .*'size'"),
+        ({"dataset_name": ":leave"}, r"dataset_name .*mine\.py:leave, row 0: .*mine\.py:29 raised SystemExit: 0"),
         ({"dataset_name": ":words"}, r"row 0 of .*mine\.py:words: it is '1\+1'"),
         ({"dataset_name": ":ask"}, r"raised TypeError: .*missing 1 required positional argument"),
         (

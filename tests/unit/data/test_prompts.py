@@ -191,6 +191,9 @@ def test_what_is_left_out_and_what_ends_the_run_is_said(tmp_path: Path) -> None:
     ]
     two = config(tmp_path, max_num_steps=1, num_prompts_per_step=2)
     assert made.counts.lines(two)[1].startswith("steps: 1 (grpo.max_num_steps)")
+    made.counts.check(two)
+    with pytest.raises(ConfigError, match=r"2 prompts, 2 over .*num_prompts_per_step 3: nothing would be trained"):
+        made.counts.check(config(tmp_path, num_prompts_per_step=3))
 
 
 def config(tmp_path: Path, **grpo: Any) -> Config:

@@ -164,6 +164,9 @@ def test_config_check_says_who_starts_it_and_what_is_missing(file: Path) -> None
     [
         ("def __init__(self): {}['judge']", "Exact() raised KeyError: 'judge'", 1),
         ("1 / 0", "raised ZeroDivisionError", 2),
+        ("raise SystemExit(0)", "raised SystemExit: 0 when it was loaded", 2),
+        ("def __init__(self): raise SystemExit(0)", "Exact() raised SystemExit: 0", 1),
+        ("def __init__(self): raise type('E', (Exception,), {'__str__': exit})", "Exact() raised E: (its __str__", 1),
     ],
 )
 def test_what_the_file_raises_is_said_with_its_own_frames_alone(file: Path, text: str, said: str, frames: int) -> None:
