@@ -392,9 +392,14 @@ CHANNELS_AT_ONCE = CHANNELS | {
         "open('/tmp/big', 'wb').write(bytes(60 << 20))",
         "f = open('/tmp/mine', 'wb')\ntry: f.write(bytes(20 << 20)); f.flush()\nexcept OSError: print(1)\nf.truncate(0)",
     ),
+    "who opens a shared file": (
+        TOOLS + "open(os.__file__).read()",
+        LIBC + "import os, time; f = c.inotify_init1(0o4000); c.inotify_add_watch(f, os.__file__.encode(), 0x20)\n"
+        "time.sleep(0.3); os.read(f, 4096); print(1)",
+    ),
     "priorities": (
-        TOOLS + "os.setpriority(os.PRIO_USER, 0, 5)",
-        TOOLS + "print(int(os.getpriority(os.PRIO_USER, 0) == 5))",
+        TOOLS + "os.setpriority(os.PRIO_USER, 0, 17)",
+        TOOLS + "print(int(os.getpriority(os.PRIO_USER, 0) == 17))",
     ),
 }
 AGAIN_AND_AGAIN = """\
