@@ -379,7 +379,21 @@ def check_refit(config: Config) -> None:
     )
     if problem := refit_problem((tensor for tensor, _ in saved_tensors(model)), model.config.model_type):
         raise ServiceError(f"policy.model_name {name!r}: {problem}")
+    _check_scale(model, name, config.policy.max_total_sequence_length)
     check_head(model, "policy.model_name", name)
+
+
+def _check_scale(model: Any, name: str, longest: int) -> None:
+    """Raise `ServiceError` if trajectories may be longer than the model's original length, and it scales the queries beyond that (Ministral
+    3): vLLM's class doesn't read this key. The probe is shorter than that."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    # the query of the last token predicts none
+    if rope.get("llama_4_scaling_beta") and original is not None and longest - 1 > original:
+        raise ServiceError(
+            f"policy.model_name {name!r}: it scales its queries beyond {original} tokens (rope_parameters.llama_4_scaling_beta), and vLLM "
+            f"doesn't; set policy.max_total_sequence_length (now {longest}) to at most {original}"
+        )
 
 
 def check_head(model: Any, key: str, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,17 @@ def test_of_phimoe_the_engine_leaves_out_a_bias_that_it_needs(tiny_model: Path, 
     else:
         assert found["refused"].endswith("nothing, for the engine's lm_head.bias")
     with pytest.raises(ServiceError, match="leaves out of its logits"):
+        check_refit(config(tmp_path))
+
+
+@pytest.mark.nightly  # an engine for each
+@pytest.mark.parametrize("beta", [0.0, 2.0])
+def test_of_ministral3_the_engine_does_not_scale_later_queries(tiny_model: Path, tmp_path: Path, beta: float) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    special = {"rope_parameters": {**rope, "original_max_position_embeddings": 32, "llama_4_scaling_beta": beta}}
+    found = tried("ministral3", special, tiny_model, tmp_path)
+    assert (found["initial"] > TOLERANCE) == bool(beta)
+    with pytest.raises(ServiceError, match="vLLM doesn't") if beta else nullcontext():
         check_refit(config(tmp_path))
 
 

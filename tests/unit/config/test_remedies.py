@@ -26,7 +26,7 @@ BEFORE_THE_FIRST_STEP = {
     },
     # no replica was verified with the initial weights; and what the model's configuration says, before that
     "services/trainer/control/fleet.py": {"policy.hf_config_overrides", "policy.precision"},
-    "services/trainer/network/policy_model.py": {"policy.model_name"},
+    "services/trainer/network/policy_model.py": {"policy.max_total_sequence_length", "policy.model_name"},
     "services/trainer/data/model_tokens.py": {
         "policy.generation.bad_words",
         "policy.generation.max_new_tokens",

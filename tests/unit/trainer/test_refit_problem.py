@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,21 @@ def test_a_family_that_vllm_computes_otherwise_is_refused_with_why(tmp_path: Pat
 )
 def test_other_models_are_not(tmp_path: Path, family: str, special: dict[str, Any]) -> None:
     check_refit(model(tmp_path, family, **special))
+
+
+@pytest.mark.parametrize(
+    ("longest", "beta", "refused"), [(64, 0.1, False), (65, 0.1, False), (66, 0.1, True), (66, 0.0, False)]
+)
+def test_queries_that_only_the_trainer_scales_are_refused(
+    tmp_path: Path, longest: int, beta: float, refused: bool
+) -> None:
+    rope = {"rope_type": "default", "original_max_position_embeddings": 64, "llama_4_scaling_beta": beta}
+    config = model(tmp_path, "ministral3", rope_parameters={**rope, "rope_theta": 1e6})
+    config = config.model_copy(
+        update={"policy": config.policy.model_copy(update={"max_total_sequence_length": longest})}
+    )
+    with pytest.raises(ServiceError, match=r"set policy\.max_total_sequence_length") if refused else nullcontext():
+        check_refit(config)
 
 
 def test_a_head_that_can_not_be_computed_apart_is_refused_too(tmp_path: Path) -> None:
