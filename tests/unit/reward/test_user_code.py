@@ -135,3 +135,18 @@ async def test_a_call_that_is_given_up_is_cancelled_and_not_failed(road: str) ->
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("method", ["score", "score_batch", "episode"])
+async def test_a_task_of_its_own_that_would_end_the_process_fails_its_sample_alone(method: str) -> None:
+    for kind in (SystemExit, KeyboardInterrupt):
+
+        async def leave(kind: type[BaseException] = kind) -> None:
+            raise kind("left")
+
+        async def wait(leave: Callable[[], Any] = leave) -> None:
+            await asyncio.gather(asyncio.sleep(0), leave())
+
+        for score in await ends(acting(lambda _, wait=wait: wait(), f"plain {method}"), times=3):
+            assert (score.status, score.reward) == ("FAILED", None)
+            assert score.message.startswith(f"{kind.__name__}: left ({__file__}:")
