@@ -20,7 +20,7 @@ class Raised(Exception):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
-        self.error = error
+        self.error: BaseException = error.error if isinstance(error, Raised) else error
 
 
 class Slots:
@@ -109,8 +109,6 @@ async def _await(method: Callable[[Any], Any], argument: object) -> Any:
     _is_users.set(True)
     try:
         return await method(argument)
-    except Raised:
-        raise
     except BaseException as error:
         if is_cancellation(error):
             raise
@@ -128,7 +126,8 @@ def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) 
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine in a task that a user's code has started. If it raised `SystemExit`, asyncio would end the loop, and so the process."""
+    """A coroutine in a task that a user's code has started. If it raised `SystemExit`, asyncio would end the loop, and so the process;
+    `GeneratorExit` would close whoever awaits it."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -151,7 +150,7 @@ class _Contained(Coroutine[Any, Any, Any]):
     def _step(self, step: Callable[..., Any], *given: Any) -> Any:
         try:
             return step(*given)
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
             raise Raised(error) from None
 
 
