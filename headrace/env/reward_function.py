@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from headrace.env.environment import Environment, Sample, Scored, make_failed
-from headrace.env.slots import is_cancellation
+from headrace.env.slots import Raised, is_cancellation
 from headrace.env.source_build import source_build
 from headrace.records.score import NOT_APPLICABLE, Score
 from headrace.records.trajectory import Message
@@ -188,7 +188,7 @@ class TRLFunction(_RewardFunction):
         except BaseException as error:
             if is_cancellation(error):
                 raise
-            return make_failed(self, error)
+            return make_failed(self, Raised(error).error)
 
     def _arguments(self, samples: Sequence[Sample], log: _Log) -> dict[str, Any]:
         """Return the arguments of a call: prompts and completions are lists of messages, but texts where the data set's prompt is text."""

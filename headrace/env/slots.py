@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 
@@ -20,7 +20,7 @@ class Raised(Exception):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
-        self.error = error
+        self.error: BaseException = error.error if isinstance(error, Raised) else error
 
 
 class Slots:
@@ -103,6 +103,10 @@ class Slots:
 
 
 async def _await(method: Callable[[Any], Any], argument: object) -> Any:
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_make_task)
+    _is_users.set(True)
     try:
         return await method(argument)
     except BaseException as error:
@@ -111,6 +115,43 @@ async def _await(method: Callable[[Any], Any], argument: object) -> Any:
         # a StopIteration can't leave a coroutine: Python wraps it
         is_wrapped = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
         raise Raised(error.__cause__ if is_wrapped and error.__cause__ else error) from None
+
+
+# whether the task that runs is a user's, as are those that it starts
+_is_users = contextvars.ContextVar("is_users", default=False)
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(_Contained(coroutine) if _is_users.get() else coroutine, loop=loop, **options)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine in a task that a user's code has started. If it raised `SystemExit`, asyncio would end the loop, and so the process;
+    `GeneratorExit` would close whoever awaits it."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __await__(self) -> Any:
+        return self._own.__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._own.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._own.throw, *error)
+
+    def close(self) -> None:
+        self._own.close()
+
+    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return step(*given)
+        except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+            raise Raised(error) from None
 
 
 def is_cancellation(error: BaseException) -> bool:

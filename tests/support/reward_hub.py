@@ -67,6 +67,12 @@ class Hub:
             while (await self.environments())[name].description.capacity != capacity:  # noqa: ASYNC110  # as in `eventually`
                 await asyncio.sleep(0.01)
 
+    async def ready(self) -> None:
+        """Return when every environment can score or play."""
+        async with asyncio.timeout(WAIT_S):
+            while not all(each.ready for each in (await self.environments()).values()):  # noqa: ASYNC110  # of other processes
+                await asyncio.sleep(0.01)
+
 
 @contextlib.asynccontextmanager
 async def start_hub(
@@ -130,7 +136,13 @@ async def start_environment(
 ) -> AsyncIterator[Process]:
     """Starts a file of Python, or of `program`, that serves an environment and logs where; ends it by SIGKILL if the test did not."""
     async with started(program, path, "--port", port, *arguments, stderr=asyncio.subprocess.PIPE) as process:
-        yield Process(process, await asyncio.wait_for(_logged_port(process), WAIT_S))
+        port = await asyncio.wait_for(_logged_port(process), WAIT_S)
+        assert process.stderr is not None
+        reading = asyncio.create_task(process.stderr.read())  # so that it can log as much as it likes
+        try:
+            yield Process(process, port)
+        finally:
+            reading.cancel()
 
 
 async def _logged_port(process: asyncio.subprocess.Process) -> int:

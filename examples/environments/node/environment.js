@@ -1,6 +1,7 @@
 // The reward, and what a program needs in order to answer with it: the contract, and one result for each trajectory.
 'use strict';
 
+const { AsyncLocalStorage } = require('node:async_hooks');
 const fs = require('node:fs');
 const path = require('node:path');
 const grpc = require('@grpc/grpc-js');
@@ -54,7 +55,7 @@ async function score(trajectories, timeMs, freed) {
 /** The result of one trajectory, whatever the reward throws or returns: it never rejects, since the others of the call would fail with it. */
 async function scoreOne(trajectory, began) {
   try {
-    const given = await reward(trajectory);
+    const given = await new Promise((resolve, reject) => failing.run(reject, () => reward(trajectory).then(resolve, reject)));
     const result = typeof given === 'number' ? { status: 'STATUS_SCORED', reward: given } : given;
     if (!result?.status) {
       throw new TypeError('the reward is neither a number nor a Result with a status');
@@ -67,6 +68,20 @@ async function scoreOne(trajectory, began) {
   } catch (error) {
     return sent({ ...who(began), status: 'STATUS_FAILED', message: told(error) });
   }
+}
+
+// What a reward throws later (in a timer, in a promise that nobody awaits) fails its trajectory, too: Node would end the process, and with
+// it all other work.
+const failing = new AsyncLocalStorage(); // the function that fails the trajectory at work
+for (const event of ['uncaughtException', 'unhandledRejection']) {
+  process.on(event, (error) => {
+    const fail = failing.getStore();
+    if (!fail) {
+      throw error; // no reward's
+    }
+    console.error(`a reward threw ${told(error)}`);
+    fail(error);
+  });
 }
 
 /** A result as the hub will read it. What can't be sent throws here, and not for the whole call; half a surrogate pair becomes U+FFFD. */

@@ -15,7 +15,7 @@ from headrace_services.agents.program_starter import HubPrograms
 from tests.integration.agents.stage import N, Stage
 from tests.support.buffer import make_group, refit, reserve_later
 from tests.support.nested_program import CALLS
-from tests.support.reward_hub import WAIT_S, Hub, attach_environment, scoring, start_hub
+from tests.support.reward_hub import attach_environment, scoring, start_hub
 from tests.support.waiting import eventually
 
 NESTED = Path(__file__).parents[2] / "support" / "nested_program.py"
@@ -79,12 +79,6 @@ async def train(stage: Stage, prompts_per_step: int) -> None:
         await replay.commit(step + 1, timeline)
 
 
-async def ready(hub: Hub) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not all(each.ready for each in (await hub.environments()).values()):  # noqa: ASYNC110  # of another process
-            await asyncio.sleep(0.01)
-
-
 async def test_calls_refits_validations_and_graders_do_not_wait_in_a_circle(stage: Stage, limits: Limits) -> None:
     env = {"talk": {"attached": True, "episodes": True, "grader": "judge"}, "judge": {"attached": True}}
     stage.config = type(stage.config).model_validate({**stage.config.model_dump(exclude_unset=True), "env": env})
@@ -95,7 +89,7 @@ async def test_calls_refits_validations_and_graders_do_not_wait_in_a_circle(stag
         scoring(stage.replay, hub.port),
         stage.runner(HubPrograms([channel]), slots=SLOTS, max_episode_bytes=MOST_BYTES) as (runner, _, _),
     ):
-        await ready(hub)
+        await hub.ready()
         async with asyncio.timeout(limits.max_attempts * stage.config.agents.episode_s):
             await train(stage, limits.prompts_per_step)
         counts = await stage.counts()

@@ -57,12 +57,6 @@ async def score(hub: Hub, played: Episode) -> Score:
     return found
 
 
-async def ready(hub: Hub) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not (await hub.environments())["odd"].ready:  # noqa: ASYNC110  # another process sets no event
-            await asyncio.sleep(0.01)
-
-
 def with_grader(odd: dict[str, Any]) -> dict[str, Any]:
     return {"odd": odd, **({"length": {"max_tokens": 3}} if "grader" in odd else {})}
 
@@ -79,7 +73,7 @@ async def served(**env: Any) -> AsyncIterator[Hub]:
 @contextlib.asynccontextmanager
 async def attached(**env: Any) -> AsyncIterator[Hub]:
     async with start_hub(with_grader({"attached": True, "episodes": True, **env})) as hub, attach_environment(ODD, hub):
-        await ready(hub)
+        await hub.ready()
         yield hub
 
 
@@ -175,7 +169,7 @@ async def test_a_program_that_kills_its_process_stops_no_other(start: Start, pol
         assert (killed.status, killed.reward) == ("INTERRUPTED", None)
         if start is not function:  # theirs to start again
             return
-        await ready(hub)
+        await hub.ready()
         assert (await score(hub, episode(policy.session(["7"])))).reward == 7
 
 
@@ -345,7 +339,7 @@ async def test_a_grader_does_not_wait_for_its_processs_episodes(tmp_path: Path) 
     """The process is attached under both names, and its episodes take all of their room."""
     env = {"odd": {"attached": True, "episodes": True, "grader": "grader"}, "grader": {"attached": True}}
     async with start_hub(env) as hub, attach_environment(ODD, hub, "--grader", "grader", "--capacity", "1"):
-        await ready(hub)
+        await hub.ready()
         begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
         held = asyncio.create_task(run(hub, episode(do="hang", touch=str(begun), cancelled=str(cancelled))))
         await eventually(begun.exists)
@@ -390,7 +384,7 @@ async def test_an_episode_whose_process_is_killed_goes_to_no_other(tmp_path: Pat
 async def test_an_outcome_that_no_message_holds_is_failed() -> None:
     env = {"odd": {"attached": True, "episodes": True}}
     async with start_hub(env, max_message_bytes=1024**2) as hub, attach_environment(ODD, hub):
-        await ready(hub)
+        await hub.ready()
         huge = await score(hub, episode(do="huge"))
         assert huge.status == "FAILED"
         assert "leave less in artifacts" in huge.message

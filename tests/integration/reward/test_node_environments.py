@@ -140,7 +140,12 @@ THROWN = {
     "throw Object.create(null)": SPEECHLESS,
     "throw { toString() { throw 1; } }": SPEECHLESS,
     "throw Object.defineProperty(new Error('x'), 'stack', { get() { throw 1; } })": SPEECHLESS,
+    "throw Object.defineProperty(new Error('x'), 'message', { get() { throw 1; } })": SPEECHLESS,
     "throw new Proxy({}, { get() { throw 1; } })": SPEECHLESS,
+    "throw Promise.reject(new TypeError('in a promise'))": "[object Promise]",
+    "Promise.reject(new TypeError('left alone')); return new Promise(() => {})": "TypeError: left alone (",
+    "setTimeout(() => { throw new TypeError('later'); }); return new Promise(() => {})": "TypeError: later (",
+    "process.nextTick(() => { throw null; }); return new Promise(() => {})": "null",
     "throw '\\ud800'": "\ufffd",
     "return Promise.reject()": "undefined",
     "return { then() { throw 4; } }": "4",
@@ -158,7 +163,7 @@ THROWN = {
 
 
 async def test_what_it_throws_or_returns_fails_its_own_sample_alone(node: Path) -> None:
-    code = "if (/^(throw|return) /.test(trajectory.completion)) return new Function(trajectory.completion)();"
+    code = "if (/throw|return/.test(trajectory.completion)) return new Function(trajectory.completion)();"
     done = with_reward(node, "done", code)
     samples = [exact(code) for code in THROWN]
     async with start_hub(ATTACHED) as hub, attached(done, hub, "--capacity", str(len(samples) + 1)) as process:

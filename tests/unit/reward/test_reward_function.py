@@ -90,12 +90,15 @@ def test_what_raises_fails_its_sample_alone_with_its_line(file: Path, way: str) 
 
 
 @pytest.mark.parametrize("raised", ["SystemExit", "asyncio.CancelledError", "GeneratorExit"])
-@pytest.mark.parametrize("way", ["def", "async def"])
+@pytest.mark.parametrize("way", ["def", "async def", "in a task"])
 def test_whatever_is_raised_ends_one_sample(file: Path, way: str, raised: str) -> None:
     text = (
-        f"import asyncio\n{way} reward(completions, **kwargs):\n"
+        f"import asyncio\n{'async def' if way == 'in a task' else way} judge(completions, **kwargs):\n"
         f"    if any(c[0]['content'] == 'bad' for c in completions):\n        raise {raised}\n    return [1.0] * len(completions)\n"
     )
+    text += {
+        "in a task": "async def reward(completions):\n    return await asyncio.create_task(judge(completions))\n"
+    }.get(way, "reward = judge\n")
     good, bad = scored(loaded(file, text), [ask("good"), ask("bad")])
     assert (good.status, good.reward, bad.status) == ("SCORED", 1.0, "FAILED")
     assert bad.message.startswith(raised.rpartition(".")[2])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
-import warnings
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,56 +13,7 @@ from headrace import Environment, Episode, Sample, Score
 from headrace.env.programs import Programs
 from headrace.env.server import BatchScorer
 from headrace.env.wire import outcome_from_wire, outcome_to_wire, score_from_wire, score_to_wire
-
-
-class Speechless(Exception):
-    def __str__(self) -> str:
-        raise SystemExit("no words")
-
-
-class Torn(Exception):
-    def __str__(self) -> str:
-        return "half a pair: \ud800"
-
-
-class Picky(Exception):
-    def __init__(self, *, reason: str) -> None:
-        super().__init__(reason)
-
-
-def every(kind: type[BaseException] = BaseException) -> Iterator[type[BaseException]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from every(below)
-
-
-def made(kind: type[BaseException]) -> BaseException:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for arguments in (
-            (),
-            ("said",),
-            ("utf-8", b"\xff", 0, 1, "said"),
-            ("utf-8", "x", 0, 1, "said"),
-            ("said", [KeyError()]),
-        ):
-            try:
-                error = kind(*arguments)
-            except Exception:  # noqa: BLE001
-                continue
-            if isinstance(error, BaseException):
-                return error
-    return kind.__new__(kind)
-
-
-ERRORS = sorted(
-    {
-        kind
-        for kind in every()
-        if kind.__module__ == __name__ or kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    },
-    key=lambda kind: (kind.__qualname__, kind.__module__),
-)
+from tests.support.user_code import ERRORS, VALUES, made
 
 
 def acting(act: Callable[[Any], Any], road: str) -> Environment:
@@ -136,82 +85,6 @@ async def test_after_an_iterator_that_was_empty_the_next_samples_are_scored(road
     assert [score.status for score in scores] == ["FAILED"] * 5 + ["SCORED"] * 3
 
 
-def generator() -> Iterator[float]:
-    yield 1.0
-
-
-class Heavy:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __float__(self) -> float:
-        raise self.error
-
-
-class Shy:
-    def __float__(self) -> str:
-        return "1"
-
-    def __repr__(self) -> str:
-        raise SystemExit("not shown")
-
-
-class Broken:
-    def __await__(self) -> Iterator[Any]:
-        yield "no future"
-
-
-class Chameleon:
-    @property
-    def __class__(self) -> type:
-        raise StopIteration
-
-
-def cyclic() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    found["self"] = found
-    return found
-
-
-def of_another_loop() -> asyncio.Future[float]:
-    loop = asyncio.new_event_loop()
-    future = loop.create_future()
-    loop.close()
-    return future
-
-
-VALUES: list[Callable[[], Any]] = [
-    lambda: float("nan"),
-    lambda: float("inf"),
-    lambda: 10**400,
-    lambda: 1j,
-    lambda: "1",
-    lambda: b"1",
-    lambda: object(),
-    lambda: Shy(),
-    lambda: Chameleon(),
-    generator,
-    lambda: Broken(),
-    of_another_loop,
-    lambda: Heavy(StopIteration()),
-    lambda: Heavy(KeyboardInterrupt()),
-    lambda: Heavy(asyncio.CancelledError()),
-    lambda: Score("SCORED", 1.0, build="\ud800"),
-    lambda: Score("SCORED", 1.0, build=5),
-    lambda: Score("SCORED", 1.0, message="\ud800"),
-    lambda: Score("SCORED", 1.0, message=5),
-    lambda: Score("SCORED", 1.0, {"\ud800": 1.0}),
-    lambda: Score("SCORED", 1.0, {5: 1.0}),  # type: ignore[dict-item]
-    lambda: Score("SCORED", 1.0, metadata=cyclic()),
-    lambda: Score("SCORED", 1.0, metadata={"x": object()}),
-    lambda: Score("SCORED", 1.0, metadata={"x": float("nan")}),
-    lambda: Score("SCORED", 1.0, metadata=5),
-    lambda: Score("SCORED", True and Heavy(ValueError())),
-    lambda: Score("PERFECT"),
-    lambda: Score(["SCORED"]),
-]
-
-
 @pytest.mark.parametrize("road", ROADS)
 async def test_what_is_no_reward_fails_its_sample_alone_and_frees_its_slot(road: str) -> None:
     for number, make in enumerate(VALUES):
@@ -262,3 +135,18 @@ async def test_a_call_that_is_given_up_is_cancelled_and_not_failed(road: str) ->
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("method", ["score", "score_batch", "episode"])
+async def test_a_task_of_its_own_that_would_end_the_process_fails_its_sample_alone(method: str) -> None:
+    for kind in (SystemExit, KeyboardInterrupt):
+
+        async def leave(kind: type[BaseException] = kind) -> None:
+            raise kind("left")
+
+        async def wait(leave: Callable[[], Any] = leave) -> None:
+            await asyncio.gather(asyncio.sleep(0), leave())
+
+        for score in await ends(acting(lambda _, wait=wait: wait(), f"plain {method}"), times=3):
+            assert (score.status, score.reward) == ("FAILED", None)
+            assert score.message.startswith(f"{kind.__name__}: left ({__file__}:")
