@@ -20,9 +20,8 @@ from headrace.base.errors import ConfigError, Problems, ServiceError
 from headrace.config import Config
 from headrace.launch import host_check
 from headrace.launch.guard import signal_group
+from headrace.launch.remote import NO_CONNECTION
 
-# ssh's own exit code: there is no connection
-NO_CONNECTION = 255
 _OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": "15",

@@ -20,8 +20,8 @@ from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.config.yaml_text import dump
 from headrace.launch import remote
-from headrace.launch.hosts import NO_CONNECTION, Found, Host, ask
-from headrace.launch.remote import FILES, Command
+from headrace.launch.hosts import Found, Host, ask
+from headrace.launch.remote import FILES, NO_CONNECTION, Command
 from headrace.launch.supervisor import (
     Child,
     Finished,

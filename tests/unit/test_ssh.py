@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from hypothesis import given
@@ -20,8 +21,8 @@ from redis.asyncio.connection import parse_url
 
 from headrace.base.errors import ConfigError
 from headrace.launch import host_check, remote
-from headrace.launch.hosts import NO_CONNECTION, parse_hosts, spread
-from headrace.launch.remote import FILES, Command
+from headrace.launch.hosts import parse_hosts, spread
+from headrace.launch.remote import FILES, NO_CONNECTION, Command
 from headrace.launch.runs import held
 from headrace.net.service import EXIT_ALARM, EXIT_USER_ERROR
 from headrace.run.history import RUN_LOCK
@@ -260,6 +261,15 @@ def test_a_command_on_a_host_that_is_cut_off_ends(tmp_path: Path) -> None:
 def test_a_signal_that_ends_a_command_on_a_host_is_in_the_exit_code(tmp_path: Path) -> None:
     with running(tmp_path, "kill -KILL $$") as process:
         assert process.wait(60) == 128 + signal.SIGKILL
+
+
+def test_an_ssh_that_is_killed_is_a_lost_connection(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with running(tmp_path, TELLS) as process:
+        wait_until(lambda: told.exists() and len(told.read_text().splitlines()) == 3)
+        (ssh_process,) = psutil.Process(process.pid).children()
+        ssh_process.kill()
+        assert process.wait(60) == NO_CONNECTION
 
 
 # what a host's Python does in a run: it makes the secrets, says that it was started, and ends when it is told
