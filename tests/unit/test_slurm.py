@@ -83,7 +83,7 @@ def test_a_folder_may_have_any_name() -> None:
         ]
     )
     url = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    assert parse_url(url)["ssl_ca_certs"] == "/it's#1&%+/big/secrets/ca.pem"
+    assert parse_url(url)["ssl_ca_certs"] == "/it's#1&%+/big/secrets/ca.pem"  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize(

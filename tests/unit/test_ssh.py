@@ -343,7 +343,7 @@ def test_services_are_on_the_first_host_and_end_in_order(path: Path, tmp_path: P
     with deployed(path, folder) as (process, told):
         wait_until(lambda: told.exists() and told.read_text().count("begins") == 4)
         url = yaml.safe_load(Path(f"{told}.yaml").read_text())["replay"]["redis_url"]
-        assert parse_url(url)["ssl_ca_certs"] == str(folder / "runs/three/secrets/ca.pem")
+        assert parse_url(url)["ssl_ca_certs"] == str(folder / "runs/three/secrets/ca.pem")  # type: ignore[typeddict-item]
         began = told.read_text().splitlines()
         assert began[0] == "redis begins"
         assert "up begins  2" in began
