@@ -28,16 +28,20 @@ def digest() -> str | None:
     return found.hexdigest()
 
 
-def look(folder: str, run_dir: str, port: int | None) -> dict[str, Any]:
-    """Return what is here, and under "problems" what isn't as a run needs it. `port`: the buffer's server starts here, and the run's folder
-    is in `run_dir`; None on a host of replicas. Paths start in `folder`."""
+def look(folder: str, run_folder: str, port: int | None) -> dict[str, Any]:
+    """Return what is here, and under "problems" what isn't as a run needs it. `port`: the buffer's server starts here, for the run whose
+    folder is `run_folder`; None on a host of replicas. Paths start in `folder`."""
     problems: list[str] = []
     own = digest()
     gpus: list[str] = []
     if own is not None:
         from headrace.base.devices import uuids
         from headrace.base.errors import HeadraceError
+        from headrace.base.files import is_locked
+        from headrace.run.history import RUN_LOCK
 
+        if port is not None and is_locked(Path(folder, run_folder, RUN_LOCK)):  # a second server would spoil its files
+            problems.append(f"the run of {run_folder} is up there; wait until it has ended, or give another run.id")
         try:
             gpus = uuids(os.environ)
         except HeadraceError as error:
@@ -46,11 +50,11 @@ def look(folder: str, run_dir: str, port: int | None) -> dict[str, Any]:
     if not os.path.isdir(folder):
         problems.append(f"there is no folder {folder}, in which paths start; make it, or give --folder")
     elif port is not None:
-        kept = Path(folder, run_dir)
+        kept = Path(folder, run_folder)
         written = str(next(place for place in (kept, *kept.parents) if place.exists()))
     try:
-        with tempfile.TemporaryFile(dir=written):
-            pass
+        with tempfile.TemporaryFile(dir=written) as file:
+            file.write(bytes(2**20))  # a full disk has files, but nothing in them
     except OSError as error:
         problems.append(f"{written} can't be written ({error.strerror}); give this user a folder that can")
     if port is not None:

@@ -20,15 +20,19 @@ from headrace.base.errors import ConfigError, Problems, ServiceError
 from headrace.config import Config
 from headrace.launch import host_check
 from headrace.launch.guard import signal_group
+from headrace.launch.remote import NO_CONNECTION
 
-# ssh's own exit code: there is no connection
-NO_CONNECTION = 255
 _OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": "15",
     "ServerAliveInterval": "15",
     "ServerAliveCountMax": "8",
     "RequestTTY": "no",
+    # what a person may have set for the host: one command instead of ours, ports that only one connection gets, and a connection that
+    # others use, which would not end with its own command
+    "RemoteCommand": "none",
+    "ClearAllForwardings": "yes",
+    "ControlMaster": "no",
 }
 _ANSWER_S = 60.0
 # Clocks that differ more are wrong. Certificates are valid from an hour ago.
@@ -170,14 +174,14 @@ def refuse_given(config: Config) -> None:
 async def check(config: Config, hosts: Sequence[Host], python: str, folder: str) -> list[Found]:
     """Look at all hosts, before anything is started there. Raises `ConfigError` with everything that is wrong."""
     script, own = inspect.getsource(host_check), host_check.digest()
-    problems = Problems()
+    problems, run_folder = Problems(), config.run_folder
 
     async def look(host: Host) -> tuple[Found, float] | None:
         with problems.gathered():
             port = config.replay.redis_port if host is hosts[0] else None
             asked = time.time()
             seen = json.loads(
-                await ask(host, [python, "-P", "-", json.dumps([folder, config.run.dir, port])], script.encode())
+                await ask(host, [python, "-P", "-", json.dumps([folder, str(run_folder), port])], script.encode())
             )
             off_s = seen["time"] - (asked + time.time()) / 2
             for problem in [*_compare(seen, own, python, len(hosts) > 1), *seen["problems"]]:

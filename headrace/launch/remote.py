@@ -25,6 +25,8 @@ from headrace.base.scratch import scratch_folder
 from headrace.launch.guard import end_groups
 from headrace.launch.supervisor import child_environ
 
+# ssh's own exit code: there is no connection
+NO_CONNECTION = 255
 BEAT_S = 10.0
 # ssh gives a connection up after as long a silence: `headrace.launch.hosts`
 SILENT_S = 120.0
@@ -63,7 +65,8 @@ def near(command: str, ssh: Sequence[str]) -> int:
 
     send(header)
     threading.Thread(target=beat, daemon=True).start()
-    return process.wait()
+    code = process.wait()
+    return code if code >= 0 else NO_CONNECTION  # ssh itself was killed
 
 
 def far() -> int:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
+from urllib.parse import quote
 
 from headrace.base import devices
 from headrace.base.errors import ConfigError
@@ -96,6 +97,7 @@ def _head(
 ) -> list[str]:
     name = config.run.id
     assert name is not None
+    run_folder = str((folder / config.run.dir / name).resolve())
     return [
         "#!/usr/bin/env bash",
         f"# The run {name} on {len(placed)} nodes, written by `headrace deploy slurm`. Submit it again and the next job continues the run,",
@@ -112,7 +114,7 @@ def _head(
         f"cd {shlex.quote(str(folder))}",
         f"bin={shlex.quote(str(programs))} config={shlex.quote(str(path))}",
         f"overrides=({' '.join(map(shlex.quote, overrides))})",
-        f"run_folder={shlex.quote(str((folder / config.run.dir / name).resolve()))}",
+        f"run_folder={shlex.quote(run_folder)} in_url={quote(run_folder)}",
         "# by node: the trainer's ranks and their GPUs, and the GPUs of each replica",
         _array("ranks", (str(len(node.ranks)) for node in placed)),
         _array("trainer_devices", (_ON_CPU if not gpus else ",".join(node.ranks) for node in placed)),

@@ -24,7 +24,7 @@ first=${addresses[0]}
 "$bin/headrace" credentials "$config" "${overrides[@]}" --dir "$secrets"
 "$bin/headrace" acl "$config" "${overrides[@]}" --own-server --credentials "$secrets/credentials" > "$secrets/users.acl"
 
-export HEADRACE_REPLAY__REDIS_URL="rediss://$first:$redis_port/0?ssl_ca_certs=$secrets/ca.pem"
+export HEADRACE_REPLAY__REDIS_URL="rediss://$first:$redis_port/0?ssl_ca_certs=$in_url/secrets/ca.pem"
 export HEADRACE_REPLAY__HOST=0.0.0.0 HEADRACE_REWARD__HOST=0.0.0.0 HEADRACE_ROLLOUT__HOST=0.0.0.0
 export HEADRACE_AGENTS__HOST=0.0.0.0 HEADRACE_TRAINER__HOST=0.0.0.0
 export HEADRACE_REWARD__ADDRESS="$first:$reward_port" HEADRACE_SECURITY__TLS_CA="$secrets/ca.pem"

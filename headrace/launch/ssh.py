@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from headrace.base.addresses import with_port
 from headrace.base.errors import ServiceError
@@ -19,8 +20,8 @@ from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.config.yaml_text import dump
 from headrace.launch import remote
-from headrace.launch.hosts import NO_CONNECTION, Found, Host, ask
-from headrace.launch.remote import FILES, Command
+from headrace.launch.hosts import Found, Host, ask
+from headrace.launch.remote import FILES, NO_CONNECTION, Command
 from headrace.launch.supervisor import (
     Child,
     Finished,
@@ -187,7 +188,7 @@ class SshRun:
 
         async def reach(host: Host) -> None:
             try:
-                await ask(host, [self._python, "-P", "-c", _REACH, first, str(port)])
+                await ask(host, [self._python, "-P", "-", first, str(port)], _REACH.encode())
             except ServiceError as error:
                 raise ServiceError(
                     f"{error}\n{host.name} does not reach {self._hosts[0].name} at {with_port(first, port)}: open this port there, and all "
@@ -242,7 +243,8 @@ class SshRun:
 
     def _url(self, authority: str) -> str:
         return (
-            f"rediss://{with_port(self._found[0].address, self._config.replay.redis_port)}/0?ssl_ca_certs={authority}"
+            f"rediss://{with_port(self._found[0].address, self._config.replay.redis_port)}/0"
+            f"?ssl_ca_certs={quote(authority, safe='/{}')}"
         )
 
     def _up(self) -> Command:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 SSH = """#!/bin/bash
+[[ ${@: -1} != *$'\n'* ]] || { echo "Unmatched '." >&2; exit 1; }  # as csh says it
 while [[ $1 == -* ]]; do shift 2; done
 case ${1#*@} in
 unknown) echo "Host key verification failed." >&2; exit 255 ;;

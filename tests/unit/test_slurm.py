@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.asyncio.connection import parse_url
 
 from headrace.base.devices import Site
 from headrace.launch.slurm import place
@@ -66,6 +67,23 @@ def test_the_job_has_the_ports_of_the_configuration() -> None:
     text = said("deploy", "slurm", EXAMPLE, "run.id=big", *given, "--nodes", "2", "--gpus-per-node", "8")
     assert "redis_port=7001 reward_port=7002 agents_port=7003 " in text
     assert not re.search("6390|50390|8394", text)
+
+
+def test_a_folder_may_have_any_name() -> None:
+    text = said("deploy", "slurm", EXAMPLE, "run.id=big", "run.dir=/it's#1&%+", "--nodes", "2", "--gpus-per-node", "8")
+    address = re.search("HEADRACE_REPLAY__REDIS_URL=.*", text)[0]  # type: ignore[index]
+    of_the_job = [line for line in text.splitlines() if line.startswith("run_folder=")]
+    script = "\n".join(
+        [
+            *of_the_job,
+            "first=a redis_port=1",
+            "secrets=$run_folder/secrets",
+            address,
+            "echo $HEADRACE_REPLAY__REDIS_URL",
+        ]
+    )
+    url = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    assert parse_url(url)["ssl_ca_certs"] == "/it's#1&%+/big/secrets/ca.pem"  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,15 +12,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.asyncio.connection import parse_url
 
 from headrace.base.errors import ConfigError
 from headrace.launch import host_check, remote
-from headrace.launch.hosts import NO_CONNECTION, parse_hosts, spread
-from headrace.launch.remote import FILES, Command
+from headrace.launch.hosts import parse_hosts, spread
+from headrace.launch.remote import FILES, NO_CONNECTION, Command
+from headrace.launch.runs import held
 from headrace.net.service import EXIT_ALARM, EXIT_USER_ERROR
+from headrace.run.history import RUN_LOCK
 from tests.support import ssh
 from tests.support.command import refused
 from tests.support.ports import free_port
@@ -168,6 +174,35 @@ def test_what_a_host_lacks_is_told_by_its_own_python(tmp_path: Path, monkeypatch
     assert host_check.look(str(tmp_path), "runs", None)["problems"] == []
 
 
+def test_a_second_start_of_a_run_is_refused_before_it_has_a_server(tmp_path: Path) -> None:
+    """Given another port, its server would write into the files of the first."""
+    with held(tmp_path / "runs" / "three" / RUN_LOCK, "", ""):
+        problems = host_check.look(str(tmp_path), "runs/three", free_port())["problems"]
+    assert "the run of runs/three is up there" in problems[0]
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_check.tempfile, "TemporaryFile", lambda dir: Path(dir, "/dev/full").open("wb"))  # noqa: SIM115
+    (full,) = host_check.look(str(tmp_path), "runs", None)["problems"]
+    assert "(No space left on device)" in full
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="apt-get install openssh-client")
+def test_what_a_person_has_set_for_a_host_is_not_in_the_way(tmp_path: Path) -> None:
+    settings = tmp_path / "config"
+    settings.write_text(
+        "RemoteCommand tmux\nControlMaster auto\nLocalForward 18394 localhost:8394\nExitOnForwardFailure yes\n"
+    )
+    (host,) = parse_hosts("gpu-1")
+    command = host.ssh("true")
+    said = subprocess.run(
+        ["ssh", "-G", "-F", settings, *command[1:-1]], capture_output=True, text=True, check=True
+    ).stdout
+    found = dict(line.split(" ", 1) for line in said.splitlines() if " " in line)
+    assert (found["controlmaster"], found["clearallforwardings"]) == ("false", "yes")
+    assert found.get("remotecommand", "none") == "none"
+
+
 def test_up_starts_no_fewer_replicas_than_none() -> None:
     error = refused("up", EXAMPLE, "--elsewhere", "2")
     assert "--elsewhere 2: rollout.replicas is 1" in error
@@ -228,12 +263,21 @@ def test_a_signal_that_ends_a_command_on_a_host_is_in_the_exit_code(tmp_path: Pa
         assert process.wait(60) == 128 + signal.SIGKILL
 
 
+def test_an_ssh_that_is_killed_is_a_lost_connection(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with running(tmp_path, TELLS) as process:
+        wait_until(lambda: told.exists() and len(told.read_text().splitlines()) == 3)
+        (ssh_process,) = psutil.Process(process.pid).children()
+        ssh_process.kill()
+        assert process.wait(60) == NO_CONNECTION
+
+
 # what a host's Python does in a run: it makes the secrets, says that it was started, and ends when it is told
 RUNS = f"""
 told() {{ echo "$1" >> "$TOLD"; }}
 case "$*" in
-"-P - "* | *remote\\ far | *json*) exec {sys.executable} "$@" ;;
-*create_connection*)
+"-P - ["* | *remote\\ far | *json*) exec {sys.executable} "$@" ;;
+"-P - "*)
   [[ $SSH_CONNECTION != *" $UNREACHING "* ]] || exit 1
   until grep -qs "redis begins" "$TOLD"; do sleep 0.05; done
   exit 0 ;;
@@ -245,6 +289,7 @@ case "$*" in
 *" acl "*) exit 0 ;;
 esac
 service=$4
+[[ $service != up ]] || cp "$5" "$TOLD.yaml"
 told "$service begins $HEADRACE_ROLLOUT__ADVERTISE_HOST ${{*: -1}}"
 trap 'told "$service ends"; exit 143' TERM
 [[ $service != up || -z $ENDS ]] || exit $ENDS
@@ -293,8 +338,12 @@ def deployed(path: Path, folder: Path, **variables: str) -> Iterator[tuple[subpr
 
 
 def test_services_are_on_the_first_host_and_end_in_order(path: Path, tmp_path: Path) -> None:
-    with deployed(path, tmp_path) as (process, told):
+    folder = tmp_path / "it's #1 & 50% +x"
+    folder.mkdir()
+    with deployed(path, folder) as (process, told):
         wait_until(lambda: told.exists() and told.read_text().count("begins") == 4)
+        url = yaml.safe_load(Path(f"{told}.yaml").read_text())["replay"]["redis_url"]
+        assert parse_url(url)["ssl_ca_certs"] == str(folder / "runs/three/secrets/ca.pem")  # type: ignore[typeddict-item]
         began = told.read_text().splitlines()
         assert began[0] == "redis begins"
         assert "up begins  2" in began
