@@ -59,7 +59,7 @@ async def play(hub: Hub, *asked: str) -> list[Score]:
 
 
 @pytest.mark.parametrize("start", [attached, served, hosted])
-async def test_in_its_process_every_failure_is_one_samples_alone_and_frees_its_slot(
+async def test_every_failure_is_one_samples_alone_and_frees_its_slot(
     start: Callable[[], contextlib.AbstractAsyncContextManager[Hub]],
 ) -> None:
     async with start() as hub:

@@ -138,7 +138,7 @@ async def test_a_call_that_is_given_up_is_cancelled_and_not_failed(road: str) ->
 
 
 @pytest.mark.parametrize("method", ["score", "score_batch", "episode"])
-async def test_a_task_of_its_own_that_would_end_the_process_fails_its_sample_alone(method: str) -> None:
+async def test_a_task_that_would_end_the_process_fails_its_sample_alone(method: str) -> None:
     for kind in (SystemExit, KeyboardInterrupt):
 
         async def leave(kind: type[BaseException] = kind) -> None:
