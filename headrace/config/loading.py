@@ -319,7 +319,7 @@ def _checked(
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:
-        rest = None if problems else _without(values, wrong)
+        rest, wrong = (None, wrong) if problems else _without(values, wrong)
         raise InvalidConfig(
             "\n".join(hide_values(line, references) for line in lines),
             None if rest is None else Loaded(rest.referring(references), None, origin),
@@ -328,21 +328,23 @@ def _checked(
     return config
 
 
-def _without(values: dict[str, Any], wrong: list[tuple[int | str, ...]]) -> Config | None:
-    """Return the configuration of `values` without the `wrong` ones, if it is one. What is wrong with the whole has no keys. `wrong` also
-    gets what is wrong without the others: a data set without its environment."""
-    rest, found = copy.deepcopy(values), [*wrong]
+def _without(
+    values: dict[str, Any], wrong: Sequence[tuple[int | str, ...]]
+) -> tuple[Config | None, list[tuple[int | str, ...]]]:
+    """Return the configuration of `values` without the `wrong` ones, or None if there is none, and what was left out: also what is wrong
+    without the others, as a data set without its environment. What is wrong with the whole has no keys."""
+    rest, found, left_out = copy.deepcopy(values), [*wrong], [*wrong]
     for _ in range(_MOST_ROUNDS):
         if not all(found):
-            return None
+            break
         for keys in found:
             _drop(rest, keys)
         try:
-            return Config.model_validate(rest)
+            return Config.model_validate(rest), left_out
         except ValidationError as error:
             found = [each["loc"] for each in error.errors()]
-            wrong += found
-    return None
+            left_out += found
+    return None, left_out
 
 
 def _drop(values: dict[str, Any], keys: Sequence[int | str]) -> None:
