@@ -100,8 +100,9 @@ def test_the_rendered_pods_train_the_demo_though_two_are_killed(tmp_path: Path) 
     audit(config, 30)
     lines = journal(files)
     assert len({line.timeline for line in lines if line.kind == "train"}) == 2, "the trainer's second pod trained too"
-    accuracy = {line.step: line.metrics["accuracy"] for line in surviving(lines) if line.kind == "validation"}
-    assert accuracy[30] >= 0.95, accuracy
+    # (a validation that runs as the only replica dies is abandoned, and has none)
+    accuracy = {line.step: line.metrics.get("accuracy") for line in surviving(lines) if line.kind == "validation"}
+    assert (accuracy[30] or 0) >= 0.95, accuracy
     states = GroupHistory(files / "groups").states()
     assert states["trained"] == 30 * config.algorithm.num_prompts_per_step
     assert "failed" not in states

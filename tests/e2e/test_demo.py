@@ -133,7 +133,7 @@ def test_the_demo_learns_and_keeps_its_laws_though_it_is_killed(demo: Demo) -> N
     assert demo.left == []
     lines = surviving(journal(run))
     assert any(line.kind == "rewind" and line.step >= 2 for line in journal(run)), "it went on from a checkpoint"
-    accuracy = {line.step: line.metrics["accuracy"] for line in lines if line.kind == "validation"}
+    accuracy = {line.step: line.metrics["accuracy"] for line in lines if "accuracy" in line.metrics}  # else abandoned
     assert accuracy[0] <= 0.5
     assert accuracy[STEPS] >= accuracy[0] + 0.25
     audit(load(DEMO, demo.arguments), STEPS)
