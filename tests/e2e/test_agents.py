@@ -106,10 +106,10 @@ def test_programs_go_on_when_a_rank_of_the_trainer_dies(
         up.wait_for("step 1:")
         (folder / "hold").touch()
         held = 2 * grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
-        wait_until(lambda: len([*folder.glob("*.held")]) == held, within_s=120)
+        wait_until(lambda: len([*folder.glob("*.held")]) == held)
         rewinds = _rewinds(journal)
         next(each for each in map(psutil.Process, up.started()) if each.environ().get("RANK") == "1").kill()
-        wait_until(lambda: _rewinds(journal) > rewinds, within_s=120)
+        wait_until(lambda: _rewinds(journal) > rewinds)
         (folder / "hold").unlink()
         assert up.ends() == 0, up.said()
     finally:

@@ -308,7 +308,7 @@ def served(run: Path, log: Path) -> Iterator[tuple[str, str]]:
         return False
 
     try:
-        wait_until(answers, within_s=400)
+        wait_until(answers)
         (model,) = json.load(urllib.request.urlopen(f"{address}/v1/models", timeout=30))["data"]
         yield address, model["id"]
     finally:

@@ -115,7 +115,7 @@ def prometheus(tmp_path: Path, warm_model: Path) -> Iterator[Prometheus]:
 
 def test_every_service_answers_and_every_chart_has_values(prometheus: Prometheus) -> None:
     services = {"replay", "reward", "rollout", "trainer"}
-    wait_until(lambda: {one["metric"]["job"] for one in prometheus.ask("up == 1")} == services, within_s=240)
+    wait_until(lambda: {one["metric"]["job"] for one in prometheus.ask("up == 1")} == services)
     assert EMPTY.keys() <= {panel["title"] for panel in panels()}
     missing = {panel["title"]: panel["targets"] for panel in panels() if panel["title"] not in EMPTY}
 
@@ -127,9 +127,7 @@ def test_every_service_answers_and_every_chart_has_values(prometheus: Prometheus
                 del missing[title]
         return not missing
 
-    wait_until(all_had_values, within_s=240)
+    wait_until(all_had_values)
     assert not prometheus.ask('ALERTS{alertname="ServiceDown"}')
     known = {rule["alert"] for rule in alerts()}
-    wait_until(
-        lambda: {name for name, rule in prometheus.rules().items() if rule["health"] == "ok"} == known, within_s=240
-    )
+    wait_until(lambda: {name for name, rule in prometheus.rules().items() if rule["health"] == "ok"} == known)

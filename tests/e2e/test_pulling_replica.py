@@ -35,7 +35,7 @@ def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Pat
     up = Up(DEMO, *demo_arguments(tmp_path, tiny_model, *more), output=tmp_path / "up")
     pulling = None
     try:
-        wait_until(lambda: (folder / "config.yaml").exists() or up.process.poll() is not None, within_s=200)
+        wait_until(lambda: (folder / "config.yaml").exists() or up.process.poll() is not None)
         assert up.process.poll() is None, up.said()
         command = [sys.executable, "-m", "headrace.cli", "rollout", "--config", str(folder / "config.yaml")]
         with log.open("wb") as out:
@@ -50,7 +50,7 @@ def test_what_a_pulling_replica_wrote_is_trained_beside_the_others(tmp_path: Pat
             names = set(re.findall(r"(rollout-\w+) is HEALTHY", log.read_text()))
             return bool(names) and {name in names for name in writers(folder)} == {True, False}
 
-        wait_until(both_are_trained, within_s=400)
+        wait_until(both_are_trained)
         pulling.send_signal(signal.SIGTERM)
         assert pulling.wait(60) == 0
         assert up.stop(signal.SIGTERM) == []

@@ -67,7 +67,7 @@ def main(folder: Path, job: Path, killed: str | None) -> int:
         [*network.enter("node-1"), "bash", str(job)], env=environ(folder), preexec_fn=die_with_parent
     )
     if killed is not None:
-        wait_until(lambda: any(folder.glob("memory-*/*/step_*")) or running.poll() is not None, within_s=600)
+        wait_until(lambda: any(folder.glob("memory-*/*/step_*")) or running.poll() is not None)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if "trainer" in process.cmdline() and process.environ().get("RANK") == killed:

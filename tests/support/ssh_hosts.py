@@ -138,7 +138,7 @@ def main(folder: Path, event: str, command: list[str]) -> int:
         ]
     running = started[0]
     if event != "nodes":
-        wait_until(lambda: "step 0: " in (folder / "told").read_text() or running.poll() is not None, within_s=600)
+        wait_until(lambda: "step 0: " in (folder / "told").read_text() or running.poll() is not None)
         if event == "lost":
             network.remove("b")
         else:

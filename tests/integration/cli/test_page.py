@@ -43,7 +43,7 @@ def find_address(process: subprocess.Popen[bytes], output: Path) -> re.Match[str
         assert process.poll() is None, output.read_text()
         return re.search(r"page: (http://127\.0\.0\.1:(\d+))(\S*)#code=(\S+)", output.read_text())
 
-    wait_until(lambda: found() is not None, within_s=120)
+    wait_until(lambda: found() is not None)
     match = found()
     assert match is not None
     return match
@@ -94,7 +94,7 @@ def test_the_page_that_a_run_serves_is_found(tmp_path: Path) -> None:
     with saved.open("a") as file:
         file.write(f"security: {{credentials: '{config.security.credentials}'}}\n")
     with page(tmp_path, "--config", saved) as (process, output):
-        wait_until(lambda: process.poll() is not None or is_alive(port), within_s=120)
+        wait_until(lambda: process.poll() is not None or is_alive(port))
         assert process.poll() is None, output.read_text()
         for asked in (tmp_path / "runs", folder):
             address = re.search(rf"page: http://127.0.0.1:{port}/runs/adder#code=(\S+)", said("page", asked))

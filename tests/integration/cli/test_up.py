@@ -134,10 +134,7 @@ def test_a_run_ends_with_its_table_and_goes_on_by_its_id(up: Start, folder: Path
     assert trained(folder)[:4] == [0, 1, 2, 3]
 
     # each step ends with a refit, during which the replica is STALE
-    wait_until(
-        lambda: re.search(r"^\S+ +HEALTHY +\d+ .* http://127\.0\.0\.1:\d+ *$", status_of(folder), re.MULTILINE),
-        within_s=60,
-    )
+    wait_until(lambda: re.search(r"^\S+ +HEALTHY +\d+ .* http://127\.0\.0\.1:\d+ *$", status_of(folder), re.MULTILINE))
     assert again.stop(signal.SIGTERM) == []
     assert again.process.returncode == 143
     assert "SIGTERM: saving a checkpoint" in again.said()
@@ -179,7 +176,7 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
             with socket.socket() as thief, pytest.raises(OSError, match="in use"):
                 listen_again(thief, port)
         run.wait_for(f"{name}: killed by signal 9; restarting it")
-        wait_until(partial(is_back, run, service, name, before), within_s=240)
+        wait_until(partial(is_back, run, service, name, before))
         goes_on(run)
     assert run.stop(signal.SIGINT) == []
     assert run.process.returncode == 130
@@ -267,7 +264,7 @@ def test_what_gives_up_or_hangs_costs_itself_and_a_deleted_run_ends(up: Start, f
     run = up(100000, *ENDLESS, PAGELESS, "rollout.replicas=2", "run.hang_timeout_s=4", **light)
     run.wait_for("step 1:")
     for name in ("rollout-1", "rollout-2"):  # one that is still starting would be refused, too
-        wait_until(partial(has_started, run, name), within_s=240)
+        wait_until(partial(has_started, run, name))
     if not real:
         (folder / "refused").touch()
         os.kill(replicas(run)[0], signal.SIGKILL)
@@ -419,7 +416,7 @@ def replicas(run: Up) -> list[int]:
 
 def goes_on(run: Up) -> None:
     before = last_step(run)
-    wait_until(lambda: last_step(run) > before + 1, within_s=240)
+    wait_until(lambda: last_step(run) > before + 1)
 
 
 # A process that is killed while it has a scratch folder, whose path it prints.
