@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 import headrace
 from tests.support.light_services import ROOT, instead_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # all of the page, on a busy machine
 
 SNIPPETS = re.findall(
     r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
