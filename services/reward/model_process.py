@@ -65,7 +65,8 @@ class RewardModelOnDevice:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
-        self._tokenizer = AutoTokenizer.from_pretrained(env.model_name)
+        # Mistral's own tokenizer, which may be beside it, has no chat template, and takes no conversation that ends with an answer
+        self._tokenizer = AutoTokenizer.from_pretrained(env.model_name, mistral_format=False)
         model = AutoModelForSequenceClassification.from_pretrained(
             env.model_name, dtype=getattr(torch, env.precision), use_safetensors=True
         )
