@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.config.environments import RewardModelConfig
+from headrace.records.trajectory import apply_template
 from headrace_services.reward.environment_build import compute_build, read_version
 from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
 
@@ -104,9 +105,8 @@ class RewardModelOnDevice:
             prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)
             return list(tokenizer(prompt, conversation.completion, split_special_tokens=True)["input_ids"])
         mark = secrets.token_hex(16)
-        whole = tokenizer.apply_chat_template(
-            [*conversation.messages, {"role": "assistant", "content": mark}], tokenize=False
-        )
+        answered = [*conversation.messages, {"role": "assistant", "content": mark}]
+        whole = apply_template(tokenizer.apply_chat_template, answered, tokenize=False)
         before, after = whole.split(mark)
         ids: list[int] = []
         for text, data in ((before, False), (conversation.completion, True), (after, False)):
