@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -301,6 +302,36 @@ def write_message(message: Message) -> str:
     content, tools = message.get("content"), message.get("tool_calls")
     parts = [part for part in (content, *(tools if isinstance(tools, list) else (tools,))) if part]
     return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
+
+
+def apply_template(apply: Callable[..., Any], messages: Iterable[Message], **options: Any) -> Any:
+    """Call a tokenizer's `apply_chat_template` with messages as vLLM shows those of an agent.
+
+    Data and clients have the arguments of a tool call as JSON. Most templates expect a value, and would write JSON as a text in quotes.
+    """
+    messages = list(messages)
+    try:
+        return apply([_as_templates_take_it(message) for message in messages], **options)
+    except TypeError:  # templates of DeepSeek take them as JSON
+        return apply(messages, **options)
+
+
+def _as_templates_take_it(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    if not calls:  # some templates ask only whether there is a list
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _with_arguments(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(arguments := json.loads(text), dict):
+                    return {**call, "function": {**function, "arguments": arguments}}
+    return call
 
 
 # The deepest nesting of messages and artifacts in an episode: programs write them, and every reader must be able to write them as JSON.

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.config.environments import RewardModelConfig
+from headrace.records.trajectory import apply_template
 from headrace_services.reward.environment_build import compute_build, read_version
 from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
 
@@ -65,7 +66,8 @@ class RewardModelOnDevice:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
-        self._tokenizer = AutoTokenizer.from_pretrained(env.model_name)
+        # Mistral's own tokenizer, which may be beside it, has no chat template, and takes no conversation that ends with an answer
+        self._tokenizer = AutoTokenizer.from_pretrained(env.model_name, mistral_format=False)
         model = AutoModelForSequenceClassification.from_pretrained(
             env.model_name, dtype=getattr(torch, env.precision), use_safetensors=True
         )
@@ -103,9 +105,8 @@ class RewardModelOnDevice:
             prompt = "\n".join(str(message.get("content", "")) for message in conversation.messages)
             return list(tokenizer(prompt, conversation.completion, split_special_tokens=True)["input_ids"])
         mark = secrets.token_hex(16)
-        whole = tokenizer.apply_chat_template(
-            [*conversation.messages, {"role": "assistant", "content": mark}], tokenize=False
-        )
+        answered = [*conversation.messages, {"role": "assistant", "content": mark}]
+        whole = apply_template(tokenizer.apply_chat_template, answered, tokenize=False)
         before, after = whole.split(mark)
         ids: list[int] = []
         for text, data in ((before, False), (conversation.completion, True), (after, False)):

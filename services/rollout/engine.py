@@ -128,6 +128,8 @@ def engine_arguments(config: Config, *, on_cpu: bool, device_memory: int = 0) ->
     assert vllm_cfg.max_num_seqs is not None
     arguments: dict[str, Any] = {
         "model": config.policy.model_name,
+        # The files that the trainer reads. Where a repository has Mistral's own beside them, vLLM would take those.
+        **dict.fromkeys(("config_format", "load_format", "tokenizer_mode"), "hf"),
         "runner": "generate",
         "dtype": rollout_dtype(config),
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,

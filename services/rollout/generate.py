@@ -162,11 +162,15 @@ def _finish(engine: AsyncLLM, sampled: SampledTokens, output: CompletionOutput, 
         engine.renderer.get_tokenizer(),
         group.prompt_token_ids.tolist(),
     )
+    end = len(ids) if finish == "length" or isinstance(output.stop_reason, str) else len(ids) - 1
+
+    def text_of(part: Sequence[int]) -> str:
+        return detokenize(tokenizer, prompt, part[:end])
+
     if stops and sampled.begun:
-        length, text = end_at_stop(lambda part: detokenize(tokenizer, prompt, part), ids, sampled.begun, stops)
+        length, text = end_at_stop(text_of, ids, sampled.begun, stops)
         return sampled.record(labels, "stop" if length < len(ids) else finish, text, length)
-    text = sampled.text if stops else detokenize(tokenizer, prompt, ids)
-    return sampled.record(labels, finish, text, len(ids))
+    return sampled.record(labels, finish, sampled.text if stops else text_of(ids), len(ids))
 
 
 def sampling_params(sampling: Sampling, index: int, *, begun: int = 0, every: int | None = None) -> SamplingParams:

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 
 from headrace.base.errors import ConfigError, Problems
 from headrace.config import Config
-from headrace.records.trajectory import Group, Lane, Message, Sampling
+from headrace.records.trajectory import Group, Lane, Message, Sampling, apply_template
 from headrace.run.evaluation import validation_id
 from headrace.run.prompt_counts import PromptCounts
 from headrace_services.trainer.data.faults import list_first
@@ -131,10 +131,10 @@ class Prompts:
     def _fitting(self, problems: list[Problem], key: str, wrong: Problems) -> list[Problem]:
         """Return the problems of `key` that fit. Adds to `wrong` longer ones, unless they are left out and some remain; messages that the
         chat template refuses; and tokens that the model does not know."""
-        # a template refuses sequences of roles, so one problem for each is enough; encoding all of them takes too long
-        by_roles = {tuple(message["role"] for message in problem.messages): problem for problem in problems}
+        # a template refuses no content, so one problem of all that differ in nothing else is enough; encoding all of them takes too long
+        by_rest = {_without_content(problem): problem for problem in problems}
         refused = []
-        for problem in problems if self._builder.knows_more_than_the_model else by_roles.values():
+        for problem in problems if self._builder.knows_more_than_the_model else by_rest.values():
             try:
                 self._builder.encode(problem)
             except ConfigError as error:
@@ -180,6 +180,10 @@ def _check_named_metrics(config: Config, tasks: Set[str]) -> None:
             raise ConfigError(
                 f"{key} {name}: the held-out prompts have no task of that name, or no other; give one of {', '.join(known)}"
             )
+
+
+def _without_content(problem: Problem) -> str:
+    return str([{name: value for name, value in message.items() if name != "content"} for message in problem.messages])
 
 
 def digest_problems(train: Iterable[Problem], held_out: Iterable[Problem]) -> str:
@@ -283,8 +287,9 @@ class GroupBuilder:
         return ids
 
     def _apply_template(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            list(messages),
+        ids: list[int] = apply_template(
+            self._tokenizer.apply_chat_template,
+            messages,
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
             return_dict=False,

@@ -149,7 +149,9 @@ def _make_problem(
         raise BadRow(f"field {field!r} is {question!r:.80}, {wanted}", f"field {field!r} is {wanted}")
     if question[-1]["role"] == "assistant":
         raise BadRow(f"field {field!r} ends with a message of the assistant, which the policy should write")
-    return Problem(0, tuple(question), info, source.env_name or "", task)
+    # a table has every field in every message: null where the message has none
+    messages = ({name: value for name, value in message.items() if value is not None} for message in question)
+    return Problem(0, tuple(messages), info, source.env_name or "", task)
 
 
 def _is_message(message: Any) -> bool:

@@ -425,7 +425,8 @@ def load_tokenizer(config: Config) -> Any:
 def load_named_tokenizer(key: str, name: str) -> Any:
     """Load the tokenizer of model or directory `name`, which `key` gave. Raises `ServiceError` if it can't be loaded."""
     try:
-        return AutoTokenizer.from_pretrained(name)
+        # by the files that vLLM's renderer reads too, also where Mistral's own stand beside them: their tokenizer has no chat template
+        return AutoTokenizer.from_pretrained(name, mistral_format=False)
     except Exception as error:  # tokenizers raises a plain `Exception`
         raise backbone.cannot_load(key, name, "a tokenizer", error) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from headrace.base.errors import ServiceError
@@ -119,6 +121,19 @@ async def test_the_runs_own_template_takes_the_place_of_the_tokenizers(
     own = format_of(text=text, template={"after": "!"})
     messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
     assert await own.render(RenderRequest(messages)) == tokenizer.encode("2+2!4!", add_special_tokens=False)
+
+
+async def test_mistrals_own_files_beside_a_model_are_not_read(model: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """vLLM would take its configuration, weights and tokenizer from them, and the trainer's chat template from nowhere."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    for name in ("params.json", "tekken.json"):
+        (folder / name).write_text("{}")
+    save_file({}, folder / "consolidated.safetensors")
+    format = format_with(folder)()
+    ids = await format.render(RenderRequest(CHAT))
+    assert ids == as_transformers_does(tokenizer, CHAT)
+    completion = tokenizer.encode("4", add_special_tokens=False)
+    assert await format.derender(Written(completion, "length")) == {"role": "assistant", "content": "4"}
 
 
 def test_reasoning_goes_by_its_older_name_too(hermes: ChatFormat) -> None:

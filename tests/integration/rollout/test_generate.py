@@ -218,11 +218,16 @@ async def test_tokens_of_weights_that_no_refit_has_named_never_leave(engine: Any
 async def test_the_end_token_belongs_to_the_completion_and_not_to_its_text(engine: Any) -> None:
     free = await generate(engine, lease(temperature=0.0), 0, "me")
     ids = free.completion_token_ids.tolist()
-    end = ids[5]
-    first = ids.index(end)
+    first = max(map(ids.index, ids))  # where the last token appears that is new
+    end = ids[first]
     it = await generate(engine, lease(temperature=0.0, stop_token_ids=(end,)), 0, "me")
     assert it.finish_reason == "stop"
     assert it.completion_token_ids.tolist() == ids[: first + 1]
+    # although it is no special token, whoever looks for a stop string, and whoever sampled the beginning
+    assert it.text == (await generate(engine, lease(temperature=0.0, max_new_tokens=first), 0, "me")).text
+    stops = {"temperature": 0.0, "stop_token_ids": (end,), "stop_strings": ("never written",)}
+    assert (await generate(engine, lease(**stops), 0, "me")).text == it.text
+    assert (await generate(engine, going_on(_first(free, first), **stops), 0, "other")).text == it.text
 
 
 async def test_a_completion_that_is_cut_off_says_length(engine: Any) -> None:

@@ -107,6 +107,15 @@ def test_dots_lead_into_nested_fields_unless_a_field_has_that_name(tmp_path: Pat
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
 
 
+def test_a_message_of_a_table_has_its_own_fields_alone(tmp_path: Path) -> None:
+    """Parquet has each field of any message in all of them. Templates ask whether one is there, and equal prompts must be equal."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    rows = [{"input": [*CHAT[:2], call, CHAT[1]], "output": "2"}, {"input": CHAT[:2], "output": "2"}]
+    for name in ("calls.parquet", "calls.jsonl"):
+        found = [list(problem.messages) for problem in read(write(tmp_path, name, rows))]
+        assert found == [row["input"] for row in rows]
+
+
 def test_the_last_message_of_a_conversation_may_be_the_answer(tmp_path: Path) -> None:
     path = write(tmp_path, "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[1:2]}, {"messages": "3+3", "x": 1}])
     problems = read(path, input_key="messages", output_key=None)

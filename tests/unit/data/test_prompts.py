@@ -14,7 +14,7 @@ from headrace.config import Config
 from headrace.run import prompt_counts
 from headrace.run.prompt_counts import PromptRecord
 from headrace_services.trainer.data import ModelTokens, Prompts
-from headrace_services.trainer.demo_models import tiny
+from headrace_services.trainer.demo_models import tiny, tiny_calculator
 from tests.support.model_tokens import TINY
 
 
@@ -128,6 +128,52 @@ def test_messages_that_the_template_refuses_end_the_run_first(tmp_path: Path) ->
     tokenizer = tiny.make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('No system role') if messages[0].role == 'system' }}1"
     with pytest.raises(ConfigError, match=r"refuses.*chats problem 1.*system, user: No"):
+        Prompts(settings, tokenizer, TINY)
+
+
+def test_tool_calls_are_shown_as_vllm_shows_those_of_an_agent(tmp_path: Path) -> None:
+    """Parquet and clients have arguments as JSON. Most templates write a value; DeepSeek's write the JSON, and refuse a value."""
+    asked, said = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": ""}
+    arguments = {"expression": "1+1"}
+    as_json, as_value = (
+        said | {"tool_calls": [{"function": {"name": "calculator", "arguments": each}}]}
+        for each in (json.dumps(arguments), arguments)
+    )
+
+    def shown(template: str, answer: dict[str, Any]) -> str:
+        path = tmp_path / "chats.jsonl"
+        path.write_text(json.dumps({"input": [asked, answer, asked], "output": "1"}))
+        train = {"data_path": str(path), "env_name": "math"}
+        settings = Config.model_validate({"data": {"train": train}, "env": {"math": {}}})
+        tokenizer = tiny_calculator.make_tokenizer()
+        tokenizer.chat_template = template
+        [group] = Prompts(settings, tokenizer, ModelTokens(TINY.ends, len(tokenizer))).train([0])
+        return str(tokenizer.decode(group.prompt_token_ids))
+
+    value = shown(tiny_calculator.CHAT_TEMPLATE, as_json)
+    assert tiny_calculator.CALL in value
+    assert value == shown(tiny_calculator.CHAT_TEMPLATE, as_value)
+    asking = "{% for message in messages %}{{ 1 if 'tool_calls' in message else 0 }}{% endfor %}"
+    assert shown(asking, said | {"tool_calls": []}) == "000"
+    writing = "{% for call in messages[-2:][0].tool_calls %}{{ '1' + call.function.arguments }}{% endfor %}2"
+    assert shown(writing, as_json).startswith("1")
+
+
+def test_a_tool_call_that_the_template_refuses_ends_the_run_first(tmp_path: Path) -> None:
+    """Another problem has the same roles, and is not refused."""
+    path = tmp_path / "chats.jsonl"
+    asked, call = {"role": "user", "content": "1"}, {"function": {"name": "add", "arguments": {}}}
+    chats = [[asked, {"role": "assistant", "content": "", "tool_calls": [call] * n}, asked] for n in (2, 1)]
+    path.write_text("".join(json.dumps({"input": chat, "output": "1"}) + "\n" for chat in chats))
+    settings = Config.model_validate(
+        {"data": {"train": {"data_path": str(path), "env_name": "math"}}, "env": {"math": {}}}
+    )
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}1{% if message.tool_calls and message.tool_calls|length > 1 %}"
+        "{{ raise_exception('A single call at once') }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match=r"refuses.*chats problem 0.*A single call at once"):
         Prompts(settings, tokenizer, TINY)
 
 

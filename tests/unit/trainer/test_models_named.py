@@ -10,8 +10,9 @@ import pytest
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace_services.trainer.control.context import Dependencies
-from headrace_services.trainer.demo_models.tiny import make_tokenizer
+from headrace_services.trainer.demo_models.tiny import CHAT_TEMPLATE, make_tokenizer
 from headrace_services.trainer.main import main
+from headrace_services.trainer.network.policy_model import load_named_tokenizer
 
 OPD = {"adv_estimator": {"name": "opd", "teacher_model_name": "./no-such-teacher"}}
 
@@ -66,3 +67,14 @@ def test_a_model_that_is_not_there_is_refused_by_its_key_first(
 )
 def test_a_value_model_that_nothing_loads_is_not_looked_for(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert complaint(tmp_path, **sections) == "the run went on to the buffer"
+
+
+def test_mistrals_own_files_beside_a_tokenizer_are_not_read(tmp_path: Path) -> None:
+    """transformers takes them where mistral-common is installed, which vLLM needs: their tokenizer has no chat template."""
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")
+    tokenizer = load_named_tokenizer("policy.model_name", str(tmp_path))
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    asked = [{"role": "user", "content": "1+1"}]
+    assert tokenizer.decode(tokenizer.apply_chat_template(asked, return_dict=False)) == "<user>1+1"
