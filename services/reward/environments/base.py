@@ -13,7 +13,7 @@ from headrace.records.score import Score
 from headrace_services.reward.environment_build import compute_build
 
 # Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<![\w.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|\d+(?:\.\d+)?")
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOXED = "\\boxed{"
@@ -88,7 +88,7 @@ def score_truncated(env: ScoringConfig, sample: Sample) -> Score | None:
 def extract_answer(completion: str, how: Extract) -> str | None:
     r"""Return the answer in `completion`, or None if there is none.
 
-    - "last_number": the last number, without the commas that group its digits.
+    - "last_number": the last number, without the commas that group its digits, and with a zero before its point (".5" is "0.5").
     - "answer_tag": the text in the last `<answer>…</answer>`.
     - "answer_line": the rest of the line after the last `Answer:`, in the last 300 characters.
     - "boxed": the content of the last `\boxed{…}`.
@@ -106,7 +106,9 @@ def extract_answer(completion: str, how: Extract) -> str | None:
     if not found:
         return None
     answer: str = found[-1].strip()
-    return answer.replace(",", "") if how == "last_number" else answer
+    if how == "last_number":
+        answer = re.sub(r"^(-?)\.", r"\g<1>0.", answer.replace(",", ""))
+    return answer
 
 
 def choice(text: str) -> str | None:
