@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headrace.base.errors import ConfigError, Problems
+from headrace.config.data import DataSourceConfig
 from headrace.config.environments import drop_former
 from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.in_yaml import in_yaml
@@ -117,8 +118,10 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
 
     _expand_home(values)
     start = _take_start(Path(path), values)
-    if "env" in values and (start is not None or _is_saved(Path(path), values)):
-        values["env"] = drop_former(values["env"])
+    if start is not None or _is_saved(Path(path), values):
+        _drop_unread(values)
+        if "env" in values:
+            values["env"] = drop_former(values["env"])
     if start is not None:
         if start != Path.cwd():
             _find_in(values, Mark.PATH, lambda keys: None if _given(origins, keys) else start)
@@ -243,6 +246,17 @@ def _take_start(path: Path, values: dict[str, Any]) -> Path | None:
     run = values.get("run")
     start = run.pop("started_in", None) if isinstance(run, dict) else None
     return (path.resolve().parent / start).resolve() if isinstance(start, str) else None
+
+
+def _drop_unread(values: dict[str, Any]) -> None:
+    """Remove what has no effect under `data`: earlier versions took it."""
+    parts = (("train",), ("validation",), ("evaluate", "*"))
+    for keys, source in _holders(values, [("data", *part, "dataset_name") for part in parts]):
+        name, processor = source.get("dataset_name"), source.get("processor")
+        for key in DataSourceConfig.model_construct(dataset_name=name, processor=processor).unread(keys[1]):
+            source.pop(key, None)
+    if isinstance(data := values.get("data"), dict) and not data.get("use_multiple_dataloader"):
+        data.pop("num_prompts_per_dataloader", None)
 
 
 def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
