@@ -354,6 +354,14 @@ def test_the_deadline_of_a_checkpoint_is_days_to_seconds(file: Path) -> None:
     assert load(file, [], {}).checkpointing.must_save_by_s is None
 
 
+@pytest.mark.parametrize("unknown", ["polcy.x=1", "grpo.sed=1", "data.validation={siz: 3, env_name: adder}"])
+def test_an_unknown_key_does_not_hide_what_sections_contradict(file: Path, unknown: str) -> None:
+    contradictions = "env.adder.timeout_s=121", "data.train.0.env_name=nobody"
+    first, *others = refusal(file, unknown, *contradictions).splitlines()
+    assert "unknown key" in first
+    assert others == refusal(file, *contradictions).splitlines()
+
+
 def test_every_problem_is_named_at_once(file: Path) -> None:
     assert len(refusal(file, "grpo.seed=many", "replay.port=-1", "polcy.x=1").splitlines()) == 3
 
