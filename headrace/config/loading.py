@@ -151,7 +151,8 @@ class _Given:
 
     def over(self, keys: Keys) -> str | None:
         """Return COMMAND_LINE or ENVIRONMENT, if one of them gave the value at `keys`."""
-        return next((origin for place, origin in self.overridden.items() if _overlap(place, keys)), None)
+        overlaps = (at for place, at in self.overridden.items() if place[: len(keys)] == keys[: len(place)])
+        return next(overlaps, None)
 
     def is_own(self, keys: Keys) -> bool:
         """Whether the file, or the command line, gave the value at `keys`."""
@@ -181,11 +182,6 @@ class _Given:
         if (place := as_written(self.values, keys)) in self.expressions:
             where.append(self.expressions[place])
         return f" ({', '.join(where)})" if where else ""
-
-
-def _overlap(given: Keys, keys: Keys) -> bool:
-    shorter = min(len(given), len(keys))
-    return given[:shorter] == keys[:shorter]
 
 
 def _put_all(
@@ -427,44 +423,35 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> Keys:
     here: Any = values
     place: list[str] = []
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
-        if not key.isdecimal() and _is_list(keys[:depth]) and _is_of_one_mapping(here):
+        at, is_last, is_list = ".".join(keys[:depth]), depth == len(keys) - 1, _is_list(keys[:depth])
+        if is_list and not key.isdecimal() and isinstance(here, list) and len(here) == 1 and isinstance(here[0], dict):
             here = here[0]
             place.append("0")
+        elif is_list and key.isdecimal() and isinstance(here, dict) and here and not is_last:
+            if int(key):
+                raise ConfigError(f"{given}: {at} is a single item; use index 0, not {key!r}")
+            continue
+        slot: Any = key
         if isinstance(here, list):
             if not key.isdecimal() or int(key) >= len(here):
-                at = ".".join(keys[:depth])
                 allowed = f"0 to {len(here) - 1}" if len(here) > 1 else "only 0" if here else "none"
                 raise ConfigError(
                     f"{given}: {at} has {len(here)} item{'s' * (len(here) != 1)}; index {key!r} is out of range ({allowed})"
                 )
-            slot: Any = int(key)
-        elif key.isdecimal() and not last and here and _is_list(keys[:depth]):
-            if int(key):
-                raise ConfigError(f"{given}: {'.'.join(keys[:depth])} is a single item; use index 0, not {key!r}")
-            continue
-        else:
-            slot = key
+            slot = int(key)
         place.append(key)
-        if last:
+        if is_last:
             here[slot] = value
-        elif isinstance(here, list) or isinstance(here.get(slot), dict | list):
-            here = here[slot]
-        elif isinstance(here.get(slot), str) and "${" in here[slot]:
-            at = ".".join(keys[: depth + 1])
-            raise ConfigError(f"{given}: {at} is {in_yaml(here[slot])}, not a section of keys; set {at} as a whole")
-        else:
-            here[slot] = {}
-            here = here[slot]
-        if not last and not isinstance(here, dict | list):
-            raise ConfigError(
-                f"{given}: {'.'.join(keys[: depth + 1])} is {in_yaml(here)}, which has no keys; leave it out"
-            )
+            break
+        inner, at = here[slot] if isinstance(here, list) else here.get(slot), ".".join(keys[: depth + 1])
+        if isinstance(here, dict) and not isinstance(inner, dict | list):
+            if isinstance(inner, str) and "${" in inner:
+                raise ConfigError(f"{given}: {at} is {in_yaml(inner)}, not a section of keys; set {at} as a whole")
+            here[slot] = inner = {}
+        if not isinstance(inner, dict | list):
+            raise ConfigError(f"{given}: {at} is {in_yaml(inner)}, which has no keys; leave it out")
+        here = inner
     return tuple(place)
-
-
-def _is_of_one_mapping(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
 
 
 def _is_list(keys: Keys) -> bool:
