@@ -20,6 +20,7 @@ from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.base.files import cannot_write, is_locked
 from headrace.cli.common import say
 from headrace.config import Config, load
+from headrace.config.data import GENERATED, DataSourceConfig
 from headrace.config.yaml_text import dump_value
 from headrace.launch import runs
 from headrace.run import history
@@ -70,7 +71,8 @@ def _of_inputs(reward: inputs.Reward | None, data: Any, folder: Path, *, write: 
         found["data.train.env_name"] = name
     if data is not None:
         found["data.train.data_path"] = inputs.write_data(data, folder) if write else folder / inputs.DATA
-        found["data.train.dataset_name"] = None
+        replaced = ("dataset_name", *GENERATED)
+        found |= {f"data.train.{key}": DataSourceConfig.model_fields[key].default for key in replaced}
     return list(to_overrides(found))
 
 

@@ -178,9 +178,8 @@ def _data_set(name: str, config: Config, overrides: Sequence[str]) -> tuple[str,
             f"{name} is not a data set; give {' or '.join(OWN)}, an existing file or folder, or a data set on the Hugging Face Hub: "
             f"{', '.join(get_args(HubName))}, owner/name"
         )
-    keys = [
-        key for key in _SHARED if key != "processor" or "data_path" in source
-    ]  # the rows of named data sets are known
+    # the rows of named data sets are known
+    keys = [key for key in _SHARED if "data_path" in source or key not in ("processor", "input_key", "output_key")]
     shared = {key: _inherit(name, key, config, overrides) for key in keys}
     # dumped whole, so that `data.default`, which may describe another data set (its generator, its size), adds nothing to it
     return label, DataSourceConfig.model_validate(source | shared).model_dump(mode="json")

@@ -11,7 +11,7 @@ from typing import Annotated, TextIO
 import typer
 from rich.console import Console
 
-from headrace.base.errors import ConfigError, ReplayUnavailable
+from headrace.base.errors import ConfigError, ReplayDenied, ReplayUnavailable
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
 from headrace.cli.display import duration, time_left
 from headrace.cli.run_list import brief, steps, when
@@ -55,7 +55,7 @@ def status(
             raise ReplayUnavailable("no process of the run is alive")
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
         state, replicas, runners, meters, newest, environments, reasons = found
-    except ReplayUnavailable as error:
+    except (ReplayUnavailable, ReplayDenied) as error:
         if away := asyncio.run(_buffer_wait(loaded)):
             raise ReplayUnavailable(f"the run waits for the buffer's server: {away}") from error
         if run is None:

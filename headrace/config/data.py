@@ -40,6 +40,8 @@ OWN_CODE = re.compile(r".+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 OWN = ("validation", "train")
 # the most prompts in which weighted data sets must reach their exact shares
 LONGEST_ROUND = 10_000
+# the keys that say what is generated, and those that name the columns of what is not
+GENERATED, _COLUMNS = ("task", "task_config", "size"), ("input_key", "output_key")
 
 
 def _check_known(name: str | None, names: Sequence[str], what: str) -> str | None:
@@ -119,6 +121,18 @@ class DataSourceConfig(Section):
     system_prompt_file: MayChange[ReadPath[str | None]] = Field(
         None, description="a file with the system prompt, instead of system_prompt"
     )
+
+    def unread(self, part: str) -> tuple[str, ...]:
+        """Return the keys that have no effect on this kind of data set in `data.<part>`."""
+        name, of_part = self.dataset_name, () if part == "train" else ("weight", "split_validation_size")
+        if name in get_args(Generator):
+            of_rows = (*_COLUMNS, "info_keys", "processor", "subset", "split")
+            return (*of_part, *of_rows, *(() if name == "reasoning_gym" else ("task",)))
+        if name in get_args(HubName):
+            return (*of_part, *GENERATED, *(() if self.processor else _COLUMNS))
+        if name is None:  # only where a path is read is it known whether it is a file, which has no subset or split
+            return (*of_part, *GENERATED)
+        return (*of_part, "task", "size", "subset", "split")
 
     @field_validator("dataset_name")
     @classmethod
@@ -211,13 +225,7 @@ class DataConfig(Section):
         return [int(weight / unit) for weight in weights]
 
     @model_validator(mode="after")
-    def _weights_are_of_training(self) -> DataConfig:
-        for number, source in enumerate(self.validation):
-            if source.weight is not None:
-                raise ValueError(
-                    f"validation[{number}].weight {source.weight:g}: every problem of a validation set is asked; give weights only to sets "
-                    "of train"
-                )
+    def _weights_can_be_followed(self) -> DataConfig:
         if (shares := self.shares) is None:
             return self
         if self.use_multiple_dataloader:

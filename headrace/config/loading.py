@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from headrace.base.errors import ConfigError, Problems
+from headrace.config.data import DataSourceConfig
 from headrace.config.environments import drop_former
 from headrace.config.explain import explain, known_keys, nearest, pattern
 from headrace.config.in_yaml import in_yaml
@@ -262,8 +263,10 @@ def _find_files(values: dict[str, Any], given: _Given) -> None:
     start = (here / started_in).resolve() if isinstance(started_in, str) else None
     # a run saved this file in its folder
     is_in_place = isinstance(name, str) and isinstance(folder, str) and here == (Path(folder) / name).resolve()
-    if "env" in values and (start is not None or is_in_place):
-        values["env"] = drop_former(values["env"])
+    if start is not None or is_in_place:
+        _drop_unread(values)
+        if "env" in values:
+            values["env"] = drop_former(values["env"])
     if start is None:
         if not is_in_place:
             _find_in(values, Mark.READ, given.folder)
@@ -272,6 +275,17 @@ def _find_files(values: dict[str, Any], given: _Given) -> None:
         _find_in(values, Mark.PATH, lambda keys: None if given.over(keys) else start)
     if name == here.name and not is_in_place and not given.over(("run", "dir")):
         run["dir"] = str(here.parent)  # the folder was moved
+
+
+def _drop_unread(values: dict[str, Any]) -> None:
+    """Remove what has no effect under `data`: earlier versions took it."""
+    parts = (("train",), ("validation",), ("evaluate", "*"))
+    for keys, source in _holders(values, [("data", *part, "dataset_name") for part in parts]):
+        name, processor = source.get("dataset_name"), source.get("processor")
+        for key in DataSourceConfig.model_construct(dataset_name=name, processor=processor).unread(keys[1]):
+            source.pop(key, None)
+    if isinstance(data := values.get("data"), dict) and not data.get("use_multiple_dataloader"):
+        data.pop("num_prompts_per_dataloader", None)
 
 
 @functools.cache
@@ -330,17 +344,24 @@ def _checked(
     """Return the configuration. Raises `InvalidConfig` with the `problems` and with those of `values` at other keys, in at most `most`
     lines. `origin` and `named` return where a key was given, and its name there. What `references` name is not shown."""
     lines, wrong = list(problems), list[tuple[int | str, ...]]()
+    rest: Config | None = None
     try:
         config = Config.model_validate(values).referring(references)
     except ValidationError as error:
-        wrong = [each["loc"] for each in error.errors()]
+        wrong = _wrong_in(error)
         reported = {problem.partition(": ")[0] for problem in problems}
         found = explain(error, origin, named, references).splitlines()
+        if not problems:
+            rest, wrong, hidden = _without(values, wrong)
+            # Unknown keys hide what sections contradict. What a section lacks without them may be what they were meant to be.
+            unknown = [each["loc"][:-1] for each in error.errors() if each["type"] == "extra_forbidden"]
+            lacking = [] if hidden is None else [keys for keys in _wrong_in(hidden) if keys and keys in unknown]
+            if hidden is not None and len(unknown) == error.error_count() and not lacking:
+                found += explain(hidden, origin, named, references).splitlines()
         lines += (line for line in found if line.partition(": ")[0] not in reported)
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [f"and {len(lines) - most + 1} more, shown once these are fixed"]
     if lines:
-        rest, wrong = (None, wrong) if problems else _without(values, wrong)
         raise InvalidConfig(
             "\n".join(hide_values(line, references) for line in lines),
             None if rest is None else Loaded(rest.referring(references), None, origin),
@@ -351,21 +372,28 @@ def _checked(
 
 def _without(
     values: dict[str, Any], wrong: Sequence[tuple[int | str, ...]]
-) -> tuple[Config | None, list[tuple[int | str, ...]]]:
-    """Return the configuration of `values` without the `wrong` ones, or None if there is none, and what was left out: also what is wrong
-    without the others, as a data set without its environment. What is wrong with the whole has no keys."""
+) -> tuple[Config | None, list[tuple[int | str, ...]], ValidationError | None]:
+    """Return the configuration of `values` without the `wrong` ones, or None if there is none; what was left out: also what is wrong
+    without the others, as a data set without its environment; and what was wrong without the `wrong` ones alone. What is wrong with the
+    whole has no keys."""
     rest, found, left_out = copy.deepcopy(values), [*wrong], [*wrong]
+    hidden: ValidationError | None = None
     for _ in range(_MOST_ROUNDS):
         if not all(found):
             break
         for keys in found:
             _drop(rest, keys)
         try:
-            return Config.model_validate(rest), left_out
+            return Config.model_validate(rest), left_out, hidden
         except ValidationError as error:
-            found = [each["loc"] for each in error.errors()]
+            hidden = hidden or error
+            found = _wrong_in(error)
             left_out += found
-    return None, left_out
+    return None, left_out, hidden
+
+
+def _wrong_in(error: ValidationError) -> list[tuple[int | str, ...]]:
+    return [each["loc"] for each in error.errors()]
 
 
 def _drop(values: dict[str, Any], keys: Sequence[int | str]) -> None:
@@ -373,9 +401,10 @@ def _drop(values: dict[str, Any], keys: Sequence[int | str]) -> None:
     path: list[Any] = [values]
     for key in keys[:-1]:
         here = path[-1]
-        is_item = isinstance(here, list) and isinstance(key, int)
-        there = here.get(key) if isinstance(here, dict) else here[key] if is_item else None
-        path.append(there)
+        if isinstance(key, int):  # a single item may stand for a list of one
+            path.append(here[key] if isinstance(here, list) else here)
+        else:
+            path.append(here.get(key) if isinstance(here, dict) else None)
     for holder, key in zip(reversed(path), reversed(keys), strict=True):
         if isinstance(holder, dict) and key in holder:
             del holder[key]

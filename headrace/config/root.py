@@ -343,7 +343,7 @@ def _find_contradictions(config: Config) -> Iterator[tuple[ItemPath, str]]:
         for message in check(config):
             yield (), message
     for place, source in config.data.places.items():
-        for key, message in _check_source(config, source):
+        for key, message in (*_find_unread(config, place, source), *_check_source(config, source)):
             yield (*place, key), message
     for name, env in config.env.items():
         for problem in _check_environment(config, name, env):
@@ -367,6 +367,18 @@ def _check_environment(config: Config, name: str, env: EnvConfig) -> Iterator[st
         )
 
 
+def _find_unread(config: Config, place: ItemPath, source: DataSourceConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys that a data set gives without effect, each with the message. What `data.default` gives is for others."""
+    kind = f"data_path {source.data_path}" if source.dataset_name is None else f"dataset_name {source.dataset_name}"
+    for key in source.unread(str(place[1])):
+        value, default = getattr(source, key), DataSourceConfig.model_fields[key].default
+        if value not in (default, getattr(config.data.default, key)):
+            yield (
+                key,
+                f"{in_yaml(value)} has no effect on {kind} in data.{place[1]}; leave it out, or set it to its default, {in_yaml(default)}",
+            )
+
+
 def _check_source(config: Config, source: DataSourceConfig) -> Iterator[tuple[str, str]]:
     """Check that there is the environment of a data set, and that one of verifiers gets its own tasks, with the prompts that it makes of
     them. Yield the key at fault, and the message."""
@@ -387,7 +399,7 @@ def _check_source(config: Config, source: DataSourceConfig) -> Iterator[tuple[st
             "env_name",
             f"{name} is of type verifiers, which has only its own tasks; give dataset_name: verifiers instead of another data set",
         )
-    for key in ("system_prompt", "system_prompt_file", "prompt_file", "processor"):
+    for key in ("system_prompt", "system_prompt_file", "prompt_file"):
         if of_verifiers and getattr(source, key) is not None:
             yield (
                 key,
@@ -544,6 +556,11 @@ def _check_data_sets(config: Config) -> Iterator[str]:
     """Check that each data set has the same share of every batch."""
     data, algorithm = config.data, config.algorithm
     if not data.use_multiple_dataloader:
+        if data.num_prompts_per_dataloader is not None:
+            yield (
+                f"data.num_prompts_per_dataloader {data.num_prompts_per_dataloader} with data.use_multiple_dataloader false, which mixes "
+                "all sets; leave it out, or set the latter to true"
+            )
         return
     each, sets = data.num_prompts_per_dataloader, len(data.train)
     if sets < 2:

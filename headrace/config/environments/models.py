@@ -10,8 +10,11 @@ from headrace.base.addresses import has_host
 from headrace.config.environments.base import ScoringConfig, undecisive
 from headrace.config.jinja_file import read_template
 from headrace.config.marks import Fixed, MayChange, ReadPath, Undecisive
+from headrace.config.policy import HOTTEST
 from headrace.config.section import Section
 from headrace.records.score import LARGEST_REWARD
+
+MOST_SAMPLES = 64
 
 
 class JudgeConfig(Section):
@@ -28,10 +31,13 @@ class JudgeConfig(Section):
     tls_ca: Undecisive[ReadPath[str | None]] = Field(
         None, description="certificates (PEM) of the authority that signed the endpoint's; null: the system's"
     )
-    temperature: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0, le=HOTTEST)
     max_tokens: int = Field(512, ge=16, description="the longest answer: a reason and a score")
     seed: int | None = Field(
-        None, description="sent with each request, plus the number of the sample; null: the endpoint draws its own"
+        None,
+        ge=-(2**63),
+        le=2**63 - MOST_SAMPLES,  # endpoints take 64 bits
+        description="sent with each request, plus the number of the sample; null: the endpoint draws its own",
     )
 
     @field_validator("base_url")
@@ -73,7 +79,7 @@ class LLMJudgeConfig(ScoringConfig):
         ge=1,
         description="with compare pairs: with how many others of its group a completion is compared, rounded up to an even number",
     )
-    samples: Fixed[int] = Field(1, ge=1, le=64, description="verdicts of each judge on each completion")
+    samples: Fixed[int] = Field(1, ge=1, le=MOST_SAMPLES, description="verdicts of each judge on each completion")
     threshold: Fixed[float | None] = Field(
         None,
         description="a verdict (from 0 to 1) of at least this counts as 1, a lower one as 0; null: the verdict itself",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
+from headrace.config.data import HubName
 from headrace.config.in_yaml import in_yaml
 from headrace.config.keys import look
 from headrace.config.loss import CLIP_KEYS
@@ -25,7 +26,8 @@ _OWN_VALIDATION: dict[str, dict[str, Any]] = {
 }
 _OF_EACH_SOURCE = ("input_key", "output_key", "chat_key", "prompt_file", "system_prompt_file", "processor", "env_name")
 
-# other data sets accept the key and ignore it
+# other data sets accept the keys and ignore them
+_OUTPUT = ("OpenMathInstruct-2", "output_key")
 _SPLIT = ("OpenMathInstruct-2", "OpenR1-Math-220k", "NuminaMath-1.5", "ResponseDataset", None)
 
 
@@ -95,7 +97,7 @@ def leave_out_what_is_not_in_force(values: dict[str, Any]) -> Iterator[Said]:
     yield from _trainers(values)
     yield from _adapted_layers(values)
     yield from _conversations(values)
-    yield from _splits(values)
+    yield from _data_sets(values)
     yield from _truncation(values)
     yield from _policy_term(values)
     yield from _multiplied_batches(values)
@@ -153,12 +155,19 @@ def _adapted_layers(values: dict[str, Any]) -> Iterator[Said]:
             yield f"policy.{trainer}.lora_cfg.target_modules", "match_all_linear is in force instead"
 
 
-def _splits(values: dict[str, Any]) -> Iterator[Said]:
-    """Drop `split_validation_size` for data sets where it has no effect; files inherit it from another data set."""
-    for number, source in enumerate(sources(values, "train")):
-        name = source.get("dataset_name", look(values, "data.default.dataset_name"))
-        if name not in _SPLIT and source.pop("split_validation_size", None):
-            yield f"data.train.{number}.split_validation_size", f"{name} is not split in NeMo RL either"
+def _data_sets(values: dict[str, Any]) -> Iterator[Said]:
+    """Drop what has no effect on a data set, or on the number of prompts; files inherit it from another data set."""
+    for part in ("train", "validation"):
+        for number, source in enumerate(sources(values, part)):
+            name = source.get("dataset_name", look(values, "data.default.dataset_name"))
+            if part == "train" and name not in _SPLIT and source.pop("split_validation_size", None):
+                yield f"data.train.{number}.split_validation_size", f"{name} is not split in NeMo RL either"
+            for key in ("input_key", "output_key"):
+                if name in get_args(HubName) and (name, key) != _OUTPUT and source.pop(key, None):
+                    yield f"data.{part}.{number}.{key}", f"the columns of {name} are known in NeMo RL too"
+    data, key = values.get("data"), "num_prompts_per_dataloader"
+    if isinstance(data, dict) and off(data.get("use_multiple_dataloader"), values) and data.pop(key, None):
+        yield f"data.{key}", "without use_multiple_dataloader all sets are mixed, in NeMo RL too"
 
 
 def _conversations(values: dict[str, Any]) -> Iterator[Said]:

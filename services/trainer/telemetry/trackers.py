@@ -31,6 +31,7 @@ from headrace.base.addresses import url_through_proxy
 from headrace.base.errors import ServiceError
 from headrace.base.files import atomic_write, fsync
 from headrace.config import Config
+from headrace.config.compare import flatten
 from headrace.config.in_yaml import without_password
 from headrace.config.keys import Keys
 from headrace.launch.tracker_login import is_logged_in
@@ -101,7 +102,7 @@ class TensorBoard:
         self.run_id = config.logger.tensorboard.log_dir or str(config.log_folder / "tensorboard")
         self._parameters = {
             key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
-            for key, value in flatten(parameters(config)).items()
+            for key, value in flatten(parameters(config))
         }
         self._open()
 
@@ -219,7 +220,7 @@ class MLflowRun:
             self.run_id: str = run.info.run_id
             params = [
                 Param(_sanitize(key), (value if isinstance(value, str) else json.dumps(value))[:MAX_PARAM_VAL_LENGTH])
-                for key, value in flatten(parameters(config)).items()
+                for key, value in flatten(parameters(config))
             ]
             for batch in _batches(params, MAX_PARAMS_TAGS_PER_BATCH):
                 self._client.log_batch(self.run_id, params=batch)
@@ -285,18 +286,6 @@ def parameters(config: Config) -> dict[str, Any]:
 
     plain: dict[str, Any] = sent(config.show(), ())
     return plain
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings and lists into dotted keys (`data.train.0.seed`)."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = dict(enumerate(value)) if isinstance(value, list) else value
-        if isinstance(inner, Mapping) and inner:
-            found |= flatten({str(k): v for k, v in inner.items()}, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 # -- feeding them -----------------------------------------------------------------------------------------------------

@@ -153,6 +153,21 @@ async def test_law_6_a_login_that_is_refused_for_a_while_is_waited_for(
         await goes_on(buffer)
 
 
+@pytest.mark.parametrize("right", ["fcall", "hget", "zrange"])
+async def test_law_6_a_right_that_is_taken_away_is_waited_for(
+    guarded: tuple[Redis, str], limits: Limits, right: str
+) -> None:
+    """Of a command of the clients, or of one inside the functions."""
+    admin, url = guarded
+    user = f"{RUN}-up"
+    async with watched(url, limits) as (buffer, other):
+        await other.state()
+        await admin.execute_command("ACL", "SETUSER", user, f"-{right}")
+        await eventually(says(buffer, f"user '{user}'", right, "headrace acl", "(since "))
+        await admin.execute_command("ACL", "SETUSER", user, f"+{right}")
+        await goes_on(buffer)
+
+
 async def test_law_6_a_replaced_service_says_so_once_through_an_outage(
     server: EmbeddedServer, limits: Limits, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,6 +217,10 @@ async def test_status_says_since_when_the_run_waits_for_a_server_and_why(
         await redis.replicaof("127.0.0.1", free_port())  # type: ignore[no-untyped-call]
         await eventually(shows("waits for the buffer's server", "is a replica of", "(since "))
         await redis.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+        await eventually(shows("next step"))
+        await redis.execute_command("ACL", "SETUSER", "default", "-fcall")  # for `status` too
+        await eventually(shows("waits for the buffer's server", "may not run FCALL", "headrace acl", "(since "))
+        await redis.execute_command("ACL", "SETUSER", "default", "+fcall")
         await eventually(shows("next step"))
         await server.stop()
         await eventually(shows("waits for the buffer's server", "can't be reached", "(since "))

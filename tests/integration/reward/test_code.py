@@ -549,13 +549,17 @@ async def test_programs_that_slept_begin_again_when_memory_is_short(monkeypatch:
     assert [result.reward for result in results] == [1] * 3
 
 
-async def test_while_memory_is_short_no_program_starts_beside_sleepers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("short_of", ["memory", "places"])
+async def test_without_room_no_program_starts_beside_sleepers(short_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     free = [1 << 40]
+    if short_of == "places":
+        monkeypatch.setattr(headrace_services.reward.pool, "_MOST_ASLEEP", 1)
     monkeypatch.setattr(headrace_services.reward.pool, "free_memory", lambda: free[0])
     async with started(1) as pool:
         (asleep,) = submitted(pool, "import time; time.sleep(999)", 1)
         await eventually(lambda: pool.asleep == 1)
-        free[0] = 200 << 20  # less than memory_mb, more than half of it
+        if short_of == "memory":
+            free[0] = 200 << 20  # less than memory_mb, more than half of it
         (good,) = submitted(pool, "print(1)", 1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(good), 0.5)

@@ -57,6 +57,14 @@ JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "judge"}
             {"llm_judge": {"judges": [JUDGE | {"base_url": "https://me:secret@judge/v1"}], "rubric": "x"}},
             r"match pattern",
         ),
+        (
+            {"llm_judge": {"judges": [JUDGE | {"temperature": 2.5}], "rubric": "x"}},
+            r"env\.llm_judge\.judges\.0\.temperature: 2\.5 should be less than or equal to 2",
+        ),
+        (
+            {"llm_judge": {"judges": [JUDGE | {"seed": 2**63 - 1}], "rubric": "x"}},  # its second sample's has 65 bits
+            r"env\.llm_judge\.judges\.0\.seed: 9223372036854775807 should be less",
+        ),
         ({"reward_model": {}}, r"env\.reward_model\.model_name is missing; give directory, or name"),
         ({"reward_model": {"model_name": None}}, r"env\.reward_model\.model_name is missing"),
         ({"reward_model": {"model_name": "x", "device": "tpu"}}, r"match pattern"),

@@ -102,7 +102,7 @@ def test_the_key_that_says_the_kind_is_named_where_it_is_misspelt(tmp_path: Path
     file = tmp_path / "run.yaml"
     file.write_text(f"env:\n  mine:\n    timeout_s: 5\n    {option}\n")
     meant = {"typ": "type", "tagret": "target", "comand": "command"}[option.partition(":")[0]]
-    with pytest.raises(ConfigError, match=rf"unknown key.*run\.yaml:4\); did you mean env\.mine\.{meant}\?"):
+    with pytest.raises(ConfigError, match=rf"^.*unknown key.*run\.yaml:4\); did you mean env\.mine\.{meant}\?$"):
         load(file, environ={})
 
 

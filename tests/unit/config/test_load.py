@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from headrace.base.errors import ConfigError
 from headrace.config import Config, load, yaml_text
+from headrace.config.data import DataSourceConfig
 from headrace.config.explain import known_keys, nearest, pattern
 from headrace.config.loading import InvalidConfig, examine
 from headrace.config.other_names import NAMES
@@ -259,6 +260,7 @@ def test_only_a_limit_that_may_be_off_can_be_infinite() -> None:
         ("checkpointing.checkpoint_must_save_by=1h", "checkpointing.checkpoint_must_save_by: '1h' string should match pattern"),
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),
         ('env={"my env": {type: math}, adder: {type: math}}', "letters, digits and ._-"),
+        ("data.num_prompts_per_dataloader=2", "data.num_prompts_per_dataloader 2 with data.use_multiple_dataloader false"),
         ("data.train.0.env_name=nobody", "data.train.0.env_name: 'nobody' is not one of"),
         ("trainer.collective_timeout_s=.inf", "trainer.collective_timeout_s: .inf "),
         ("rollout.dead_after_s=.inf", "rollout.dead_after_s: .inf should be a finite number"),
@@ -271,6 +273,63 @@ def test_a_value_that_cant_be_is_one_line_with_key_value_and_remedy(file: Path, 
     message = refusal(file, override)
     assert said in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "unread"),
+    [
+        ("dataset_name: arithmetic, info_keys: [a], input_key: q, output_key: a, processor: m.f", 4),
+        ("dataset_name: reasoning_gym, task: chain_sum, input_key: q, split: test, subset: a", 3),
+        ("dataset_name: arithmetic, task: chain_sum", 1),
+        ("dataset_name: gsm8k, input_key: q, output_key: a, task_config: {digits: 2}", 3),
+        ("dataset_name: gsm8k, input_key: q, output_key: a, info_keys: [a], split: test, processor: m.f", 0),
+        ("dataset_name: m.f, size: 9, split: test, task: a", 3),
+        ("dataset_name: m.f, input_key: q, task_config: {digits: 2}", 0),
+        ("data_path: a.jsonl, size: 9, task: a, task_config: {digits: 2}", 3),
+        ("data_path: owner/name, input_key: q, split: test, subset: a, weight: 2, split_validation_size: 0.1", 0),
+    ],
+)
+def test_keys_that_a_kind_of_data_set_does_not_read_are_refused(file: Path, source: str, unread: int) -> None:
+    override = f"data.train={{{source}, env_name: adder}}"
+    if unread:
+        lines = refusal(file, override).splitlines()
+        assert len(lines) == unread
+        assert all(
+            " has no effect on " in line and "; leave it out, or set it to its default, " in line for line in lines
+        )
+    else:
+        load(file, [override], {})
+    load(
+        file,
+        [f"data.default={{{source}}}", "data.train={dataset_name: arithmetic, data_path: null, env_name: adder}"],
+        {},
+    )
+
+
+@pytest.mark.parametrize("part", ["validation", "evaluate.mine"])
+def test_only_training_has_weights_and_is_split(file: Path, part: str) -> None:
+    override = f"data.{part}={{data_path: a.jsonl, weight: 2, split_validation_size: 0.1, env_name: adder}}"
+    weight, split = refusal(file, override).splitlines()
+    assert f"data.{part}" in weight
+    assert ".weight: 2.0 has no effect" in weight
+    assert ".split_validation_size: 0.1 has no effect" in split
+
+
+def test_a_key_that_a_data_set_does_not_read_is_shown_where_it_stands(file: Path) -> None:
+    file.write_text(BASE.replace("size: 20", "size: 20, input_key: question"))
+    assert refusal(file).endswith(f"'input' ({file}:11)")
+
+
+def test_what_a_run_saved_without_effect_is_read(tmp_path: Path) -> None:
+    """Earlier versions took it."""
+    saved = tmp_path / "x" / "config.yaml"
+    saved.parent.mkdir()
+    data = (
+        "num_prompts_per_dataloader: 2, train: [{data_path: a.jsonl, size: 9, env_name: e}], "
+        "evaluate: {mine: {dataset_name: gsm8k, input_key: q, env_name: e}}"
+    )
+    saved.write_text(f"run: {{id: x, dir: {tmp_path}, started_in: ..}}\nenv: {{e: {{type: math}}}}\ndata: {{{data}}}\n")
+    assert load(saved, environ={}).data.train[0].size == DataSourceConfig().size
 
 
 @pytest.mark.parametrize(
@@ -293,6 +352,14 @@ def test_the_deadline_of_a_checkpoint_is_days_to_seconds(file: Path) -> None:
     config = load(file, ["checkpointing.checkpoint_must_save_by='01:03:30:05'"], {})
     assert config.checkpointing.must_save_by_s == ((24 + 3) * 60 + 30) * 60 + 5
     assert load(file, [], {}).checkpointing.must_save_by_s is None
+
+
+@pytest.mark.parametrize("unknown", ["polcy.x=1", "grpo.sed=1", "data.validation={siz: 3, env_name: adder}"])
+def test_an_unknown_key_does_not_hide_what_sections_contradict(file: Path, unknown: str) -> None:
+    contradictions = "env.adder.timeout_s=121", "data.train.0.env_name=nobody"
+    first, *others = refusal(file, unknown, *contradictions).splitlines()
+    assert "unknown key" in first
+    assert others == refusal(file, *contradictions).splitlines()
 
 
 def test_every_problem_is_named_at_once(file: Path) -> None:

@@ -81,6 +81,18 @@ def test_a_split_that_a_data_set_there_takes_no_notice_of_is_not_made(tmp_path: 
     assert any("not split" in says for says in translation.replaced)
 
 
+def test_what_is_inherited_there_for_other_data_sets_is_left_out(tmp_path: Path) -> None:
+    train = "{dataset_name: DAPOMath17K, input_key: q, output_key: a}"
+    config, translation = read(tmp_path, f"data: {{num_prompts_per_dataloader: 4, train: {train}}}")
+    assert (config.data.train[0].input_key, config.data.num_prompts_per_dataloader) == ("input", None)
+    (left_out,) = (keys for says, keys in translation.replaced.items() if "columns of DAPOMath17K" in says)
+    assert left_out == ("data.train.input_key", "data.train.output_key")
+    (line,) = refusal(tmp_path, "data: {train: {output_key: generated_solution}}")  # which has an effect there
+    assert line.startswith(
+        "data.train.output_key: 'generated_solution' has no effect on dataset_name OpenMathInstruct-2"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "validation", "share"),
     [("OpenMathInstruct-2", [], 0.05), ("DeepScaler", ["AIME2024"], 0), ("DAPOMath17K", ["DAPOMathAIME2024"], 0)],

@@ -81,7 +81,6 @@ def test_weights_are_shares_as_they_are_written(weights: list[float | None], sha
     [
         ({"train": [{"weight": 0}]}, "greater than 0"),
         ({"train": [{"weight": float("inf")}]}, "finite"),
-        ({"validation": [{"weight": 2}]}, r"validation\[0\]\.weight 2"),
         ({"train": [{"weight": 2}, {}], "use_multiple_dataloader": True}, "use_multiple_dataloader true"),
         ({"train": [{"weight": 0.33333}, {"weight": 0.66667}]}, "need 100000 prompts"),
     ],
