@@ -90,7 +90,8 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
             "start from it, give another run.id"
         )
     place = checkpoints / f"set-aside-{now:%Y%m%d-%H%M%S}"
-    newer = [step for step in _steps(checkpoints) if step > version]
+    written = (re.fullmatch(r"step_(\d+)", path.name) for path in checkpoints.glob("step_*"))  # complete or not
+    newer = sorted({step for match in written if match and (step := int(match[1])) > version})
     try:
         if newer:
             place.mkdir(exist_ok=True)
@@ -107,12 +108,6 @@ def set_aside(checkpoints: Path, version: int, now: datetime.datetime) -> tuple[
     except OSError as error:
         raise ServiceError(f"can't set checkpoints aside in {place} ({error}); nothing is lost") from error
     return newer, place
-
-
-def _steps(checkpoints: Path) -> dict[int, Path]:
-    """Return the checkpoint folders, complete or not, oldest first."""
-    named = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in checkpoints.glob("step_*"))
-    return dict(sorted((int(match[1]), path) for match, path in named if match))
 
 
 def _join(versions: list[int]) -> str:

@@ -91,58 +91,30 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
     (`${oc.env:NAME}` always reads that). Raises `ConfigError`, with one line per problem, naming the key, the value and, for an unknown
     key, the nearest known one.
     """
-    inherited = read(Path(path))
-    values = copy.deepcopy(inherited.values)
-    environ = os.environ if environ is None else environ
-    origins, named_by = _put_all(values, overrides, environ)
-    if [values.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
+    path, environ = Path(path), os.environ if environ is None else environ
+    inherited = read(path)
+    written = copy.deepcopy(inherited.values)
+    overridden, named_by = _put_all(written, overrides, environ)
+    if [written.get(section, "") for section in ("grpo", "ppo")] == [None, None]:
         raise ConfigError("grpo and ppo are both null; give one of them")
-    written = expressions(values)
+    given = _Given(path, inherited, overridden, written, expressions(written))
     # not OmegaConf's merge: a single data set may be given as a mapping where the default is a list
-    unresolved, whole = values, merge(Config().model_dump(mode="json"), values)
-    values = resolve(unresolved, whole)
-    references = {
-        **_of_variables(unresolved, named_by, environ),
-        **dict(from_environment(unresolved, whole, values)),
-    }
+    whole = merge(Config().model_dump(mode="json"), written)
+    resolved = resolve(written, whole)
+    references = _of_variables(written, named_by, environ) | dict(from_environment(written, whole, resolved))
     references = {keys: reference for keys, reference in references.items() if not _is_plain(keys)}
     # `grpo=null` makes room for `ppo`
-    values = {key: value for key, value in values.items() if value is not None}
+    values = {key: value for key, value in resolved.items() if value is not None}
+    _find_files(values, given)
+    if any(look(inherited.values, key) is not None for key in NEMO_RL_KEYS):
+        return _translate(values, references, given)
+    config = _checked(values, [*references.values()], given.origin, given.key)
+    return Loaded(config, None, given.origin, path, given.is_own)
 
-    def written_as(keys: Keys) -> Keys:
-        return as_written(inherited.values, keys)
 
-    def folder(keys: Keys) -> Path | None:
-        file = None if _given(origins, keys) else inherited.source(keys)
-        return file and file.parent
-
-    _expand_home(values)
-    start = _take_start(Path(path), values)
-    if start is not None or _is_saved(Path(path), values):
-        _drop_unread(values)
-        if "env" in values:
-            values["env"] = drop_former(values["env"])
-    if start is not None:
-        if start != Path.cwd():
-            _find_in(values, Mark.PATH, lambda keys: None if _given(origins, keys) else start)
-        here, run = Path(path).resolve().parent, values["run"]
-        if run.get("id") == here.name and not _is_saved(Path(path), values) and not _given(origins, ("run", "dir")):
-            run["dir"] = str(here.parent)  # the folder was moved
-    elif not _is_saved(Path(path), values):
-        _find_in(values, Mark.READ, folder)
-    if all(look(inherited.values, key) is None for key in NEMO_RL_KEYS):
-
-        def origin(keys: Keys) -> str:
-            return _origin(origins, inherited, written, unresolved, keys)
-
-        def is_own(keys: Keys) -> bool:
-            if given := _given(origins, keys):
-                return given == [COMMAND_LINE]
-            return inherited.source(keys) in (None, Path(path))
-
-        checked = _checked(values, [*references.values()], origin, written_as)
-        return Loaded(checked, None, origin, Path(path), is_own)
-    # imported only for a NeMo RL file: it is as large as the rest of the configuration
+def _translate(values: dict[str, Any], references: Mapping[Keys, Reference], given: _Given) -> Loaded:
+    """Return the configuration that the `values` of a NeMo RL file make."""
+    # imported only for such a file: it is as large as the rest of the configuration
     from headrace.config.nemo_rl import translate
 
     translation = translate(values)
@@ -154,18 +126,63 @@ def examine(path: Path | str, overrides: Sequence[str] = (), environ: Mapping[st
 
     def named(keys: Keys) -> Keys:
         """Return the file's name for a key that only stands in another place."""
-        return translation.placed.get(keys) or written_as(keys)
+        return translation.placed.get(keys) or given.key(keys)
 
-    def translated(keys: Keys) -> str:
+    def origin(keys: Keys) -> str:
         there = translation.placed.get(keys) or translation.came_from.get(keys, keys)
         name = f" ({'.'.join(there)} in NeMo RL)" if there not in (keys, named(keys)) else ""
-        return _origin(origins, inherited, written, unresolved, there) + name
+        return given.origin(there) + name
 
-    problems = [
-        problem.line(_origin(origins, inherited, written, unresolved, problem.keys)) for problem in translation.problems
-    ]
-    checked = _checked(translation.values, [*references.values(), *moved], translated, named, problems, _NEMO_RL_LINES)
-    return Loaded(checked, translation, translated)
+    problems = [problem.line(given.origin(problem.keys)) for problem in translation.problems]
+    config = _checked(translation.values, [*references.values(), *moved], origin, named, problems, _NEMO_RL_LINES)
+    return Loaded(config, translation, origin)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """Where the values of a configuration were given: in the file at `path`, in one that it inherits from, or over these, by a variable or
+    on the command line, which `overridden` has by keys. `values` has all of them before interpolations are resolved, and `expressions` has
+    the interpolations in it, by keys."""
+
+    path: Path
+    inherited: Inherited
+    overridden: Mapping[Keys, str]
+    values: dict[str, Any]
+    expressions: Mapping[Keys, str]
+
+    def over(self, keys: Keys) -> str | None:
+        """Return COMMAND_LINE or ENVIRONMENT, if one of them gave the value at `keys`."""
+        overlaps = (at for place, at in self.overridden.items() if place[: len(keys)] == keys[: len(place)])
+        return next(overlaps, None)
+
+    def is_own(self, keys: Keys) -> bool:
+        """Whether the file, or the command line, gave the value at `keys`."""
+        over = self.over(keys)
+        return over == COMMAND_LINE if over else self.inherited.source(keys) in (None, self.path)
+
+    def folder(self, keys: Keys) -> Path | None:
+        """Return the folder of the file that gave the value at `keys`, if a file did."""
+        file = None if self.over(keys) else self.inherited.source(keys)
+        return file and file.parent
+
+    def key(self, keys: Keys) -> Keys:
+        """Return `keys` as they are in the files."""
+        return as_written(self.inherited.values, keys)
+
+    def origin(self, keys: Keys) -> str:
+        """Return where the value at `keys` was given, and the interpolation it came from, if any, as text to append."""
+        over = self.over(as_written(self.values, keys))
+        source = self.inherited.source(keys)
+        if over is None and source is None and keys[:2] in (("data", "train"), ("data", "validation")):
+            keys = ("data", "default", *keys[3:])  # the value comes from there
+            over, source = self.over(keys), self.inherited.source(keys)
+        where = [over] if over else []
+        if not where and source is not None:
+            line = find_line(source.read_text(encoding="utf-8"), keys)
+            where = [str(source) if line is None else f"{source}:{line}"]
+        if (place := as_written(self.values, keys)) in self.expressions:
+            where.append(self.expressions[place])
+        return f" ({', '.join(where)})" if where else ""
 
 
 def _put_all(
@@ -233,19 +250,31 @@ def _is_plain(keys: Keys) -> bool:
     )
 
 
-def _expand_home(values: dict[str, Any]) -> None:
-    """Replace `~/` at the beginning of paths: a shell leaves it as it is behind `key=`."""
+def _find_files(values: dict[str, Any], given: _Given) -> None:
+    """Make the paths in `values` lead to the files that are meant: `~/`, which a shell leaves as it is behind `key=`; what a file names
+    beside itself; and in a configuration that a run saved, what was named where the run was started, and a run's folder that was moved."""
     for keys, holder in _holders(values, [*_places(Mark.PATH), ("run", "dir")]):
         path = holder.get(keys[-1])
         if isinstance(path, str) and path.startswith("~/"):
             holder[keys[-1]] = os.path.expanduser(path)
-
-
-def _take_start(path: Path, values: dict[str, Any]) -> Path | None:
-    """Remove `run.started_in` from `values`, and return that folder; None if the configuration was not saved by a run."""
-    run = values.get("run")
-    start = run.pop("started_in", None) if isinstance(run, dict) else None
-    return (path.resolve().parent / start).resolve() if isinstance(start, str) else None
+    here = given.path.resolve().parent
+    run = values["run"] if isinstance(values.get("run"), dict) else {}
+    started_in, name, folder = run.pop("started_in", None), run.get("id"), run.get("dir")
+    start = (here / started_in).resolve() if isinstance(started_in, str) else None
+    # a run saved this file in its folder
+    is_in_place = isinstance(name, str) and isinstance(folder, str) and here == (Path(folder) / name).resolve()
+    if start is not None or is_in_place:
+        _drop_unread(values)
+        if "env" in values:
+            values["env"] = drop_former(values["env"])
+    if start is None:
+        if not is_in_place:
+            _find_in(values, Mark.READ, given.folder)
+        return
+    if start != Path.cwd():
+        _find_in(values, Mark.PATH, lambda keys: None if given.over(keys) else start)
+    if name == here.name and not is_in_place and not given.over(("run", "dir")):
+        run["dir"] = str(here.parent)  # the folder was moved
 
 
 def _drop_unread(values: dict[str, Any]) -> None:
@@ -257,14 +286,6 @@ def _drop_unread(values: dict[str, Any]) -> None:
             source.pop(key, None)
     if isinstance(data := values.get("data"), dict) and not data.get("use_multiple_dataloader"):
         data.pop("num_prompts_per_dataloader", None)
-
-
-def _is_saved(path: Path, values: Mapping[str, Any]) -> bool:
-    """Whether a run saved this file in its folder. Its paths were resolved when the run started."""
-    run = values.get("run")
-    if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("dir"), str):
-        return False
-    return path.resolve().parent == (Path(run["dir"]) / run["id"]).resolve()
 
 
 @functools.cache
@@ -431,78 +452,37 @@ def _put(values: dict[str, Any], keys: Keys, value: Any, given: str) -> Keys:
     here: Any = values
     place: list[str] = []
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
-        if not key.isdecimal() and _is_list(keys[:depth]) and _is_of_one_mapping(here):
+        at, is_last, is_list = ".".join(keys[:depth]), depth == len(keys) - 1, _is_list(keys[:depth])
+        if is_list and not key.isdecimal() and isinstance(here, list) and len(here) == 1 and isinstance(here[0], dict):
             here = here[0]
             place.append("0")
+        elif is_list and key.isdecimal() and isinstance(here, dict) and here and not is_last:
+            if int(key):
+                raise ConfigError(f"{given}: {at} is a single item; use index 0, not {key!r}")
+            continue
+        slot: Any = key
         if isinstance(here, list):
             if not key.isdecimal() or int(key) >= len(here):
-                at = ".".join(keys[:depth])
                 allowed = f"0 to {len(here) - 1}" if len(here) > 1 else "only 0" if here else "none"
                 raise ConfigError(
                     f"{given}: {at} has {len(here)} item{'s' * (len(here) != 1)}; index {key!r} is out of range ({allowed})"
                 )
-            slot: Any = int(key)
-        elif key.isdecimal() and not last and here and _is_list(keys[:depth]):
-            if int(key):
-                raise ConfigError(f"{given}: {'.'.join(keys[:depth])} is a single item; use index 0, not {key!r}")
-            continue
-        else:
-            slot = key
+            slot = int(key)
         place.append(key)
-        if last:
+        if is_last:
             here[slot] = value
-        elif isinstance(here, list) or isinstance(here.get(slot), dict | list):
-            here = here[slot]
-        elif isinstance(here.get(slot), str) and "${" in here[slot]:
-            at = ".".join(keys[: depth + 1])
-            raise ConfigError(f"{given}: {at} is {in_yaml(here[slot])}, not a section of keys; set {at} as a whole")
-        else:
-            here[slot] = {}
-            here = here[slot]
-        if not last and not isinstance(here, dict | list):
-            raise ConfigError(
-                f"{given}: {'.'.join(keys[: depth + 1])} is {in_yaml(here)}, which has no keys; leave it out"
-            )
+            break
+        inner, at = here[slot] if isinstance(here, list) else here.get(slot), ".".join(keys[: depth + 1])
+        if isinstance(here, dict) and not isinstance(inner, dict | list):
+            if isinstance(inner, str) and "${" in inner:
+                raise ConfigError(f"{given}: {at} is {in_yaml(inner)}, not a section of keys; set {at} as a whole")
+            here[slot] = inner = {}
+        if not isinstance(inner, dict | list):
+            raise ConfigError(f"{given}: {at} is {in_yaml(inner)}, which has no keys; leave it out")
+        here = inner
     return tuple(place)
-
-
-def _is_of_one_mapping(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
 
 
 def _is_list(keys: Keys) -> bool:
     field = known_keys().get(pattern(keys))
     return field is not None and get_origin(field.annotation) is list
-
-
-def _origin(
-    origins: Mapping[Keys, str],
-    inherited: Inherited,
-    written: Mapping[Keys, str],
-    values: dict[str, Any],
-    keys: Keys,
-) -> str:
-    """Return where the value at `keys` was given, and the interpolation it came from, if any. `origins` and `written` are by the keys in
-    `values`."""
-    where = _given(origins, as_written(values, keys))
-    if not where and keys[:2] in (("data", "train"), ("data", "validation")) and inherited.source(keys) is None:
-        # the value comes from data.default
-        keys = ("data", "default", *keys[3:])
-        where = _given(origins, keys)
-    if not where and (file := inherited.source(keys)):
-        line = find_line(file.read_text(encoding="utf-8"), keys)
-        where = [str(file) if line is None else f"{file}:{line}"]
-    if (place := as_written(values, keys)) in written:
-        where.append(written[place])
-    return f" ({', '.join(where)})" if where else ""
-
-
-def _given(origins: Mapping[Keys, str], keys: Keys) -> list[str]:
-    """Return the command line or the environment, if one of them gave the value at `keys`."""
-    return [origin for given, origin in origins.items() if _overlap(given, keys)][:1]
-
-
-def _overlap(given: Keys, keys: Keys) -> bool:
-    shorter = min(len(given), len(keys))
-    return given[:shorter] == keys[:shorter]

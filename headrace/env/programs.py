@@ -29,7 +29,6 @@ class Programs:
     def __init__(
         self,
         environment: Environment,
-        repeats: Repeats | None = None,
         capacity: int | None = None,
         on_free: Callable[[], None] = lambda: None,
     ) -> None:
@@ -37,7 +36,7 @@ class Programs:
             raise ValueError(f"{environment.label}.episodes is {environment.episodes}; it must be at least 1")
         self._environment = environment
         self.capacity = environment.episodes if capacity is None else capacity
-        self._failures = FailureLog(environment, repeats or Repeats())
+        self._failures = FailureLog(environment, Repeats())
         self._slots = Slots(self.capacity, on_free)
         self.drain = self._slots.drain
 

@@ -19,15 +19,15 @@ from headrace.base.scratch import remove_abandoned
 from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
 from headrace.config import Config
-from headrace.config.environments import TargetConfig
 from headrace.launch import environment_processes, exposure, ports, runs
 from headrace.launch.children import Children, Reserved
+from headrace.launch.environment_watch import EnvironmentWatch
 from headrace.launch.probe import LONGEST_PROBE_GAP_S, NO_ANSWER, http_get, parse_json, parse_reason, patience
 from headrace.launch.summary import UPDATING, Display, RunSummary, ServiceLine, Wait
 from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_environ
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.net.service import SAVE_DEADLINE_S, stop_signals
-from headrace.replay import EnvironmentState, ReplayClient, Replica, Runner, frequent
+from headrace.replay import ReplayClient, Replica, Runner, frequent
 from headrace.run import prompt_counts, snapshots
 from headrace.run.checkpoints import list_set_aside
 from headrace.run.object_store import list_problems
@@ -103,6 +103,7 @@ class Pipeline:
             evaluates=config.data.evaluate is not None,
         )
         self.supervisor = Supervisor(child_environ(os.environ), display.print)
+        self.environments = EnvironmentWatch(config, self.children, self.supervisor, display.print)
         self._asked = time.monotonic()  # when the services were last probed
         # the newest step ever taken (repeating a step is not progress), or the prompts evaluated
         self._furthest = -1
@@ -110,10 +111,6 @@ class Pipeline:
         self._prompts = saved.parent / prompt_counts.FILE
         self._prompts_before = _written(self._prompts)
         self._of_checkpoints = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
-        self._environments: list[dict[str, Any]] = []  # the hub's last report
-        self._broken: dict[str, EnvironmentState] = {}  # environments with an open breaker, from the buffer
-        self._edited: dict[str, int] = {}  # by environment whose file was edited: the restarts of its process before
-        self._waiting_since: dict[str, float] = {}  # by environment: when the run began to wait for it
         self._notes: dict[str, str] = {}  # by service: why it is not ready
         self._ready_at: dict[str, float] = {}  # by service: when it last was ready
 
@@ -246,91 +243,22 @@ class Pipeline:
             child.note_probe(alive not in (503, NO_ANSWER), after_s)
 
     async def _look_at_environments(self, after_s: float) -> None:
-        """Ask the hub which environments it can reach. While it does not answer, nothing changes. Raises `ServiceError` if it
-        doesn't know one that is started here: it never will."""
-        config, now = self.config.reward, time.monotonic()
-        status, answer = await self._ask(config.host, config.http_port, "/v1/environments")
+        """Ask the hub which environments it can reach. While it does not answer, nothing changes."""
+        status, answer = await self._ask(self.config.reward.host, self.config.reward.http_port, "/v1/environments")
         found = parse_json(answer) if status == 200 else None
-        if found is None:
-            return
-        self._environments = found
-        if unknown := self.children.environments.keys() - {each["name"] for each in found}:
-            raise ServiceError(
-                f"the reward service has no environment {', '.join(sorted(unknown))}, so the run would wait for it for ever; see "
-                f"{self.children.reward.log}"
-            )
-        reached = {each["name"] for each in found if each["ready"]}
-        away = [each["name"] for each in found if not each["ready"]]
-        self._waiting_since = {name: self._waiting_since.get(name, now) for name in away}
-        for name, child in self.children.environments.items():
-            if child.state not in ("restarting", "failed"):
-                child.set_ready(name in reached, "not ready" if child.was_ready else "starting")
-                child.note_probe(name in reached, after_s)
-            if child.source_changed():
-                await self._load_again(name, child)
-
-    async def _load_again(self, name: str, child: Child) -> None:
-        """Restart an environment whose file has changed. One that works goes on with its former build if the new one can't be loaded."""
-        changed = f"{child.source} has changed"
-        if name in self._broken or child.state != "ready":
-            self._edited[name] = child.restarts
-            self.supervisor.replace(child, changed)
-            return
-        environment = self.config.env[name]
-        assert isinstance(environment, TargetConfig)  # no other has a file that is watched
-        problem = await asyncio.to_thread(environment_processes.loading_problem, environment.target)
-        if problem is None:
-            self._edited[name] = child.restarts
-            self.supervisor.replace(child, changed, signal.SIGTERM)
-        else:
-            self.display.print(
-                f"{child.name}: {changed}, and can't be loaded; its former build goes on. Correct the file:\n{problem}"
-            )
-
-    def _waits(self) -> list[Wait]:
-        """Return what the run waits for: environments that can't be reached, or whose breaker is open, and the buffer's server."""
-        now = time.monotonic()
-        known = {each["name"]: each for each in self._environments}
-
-        def whom(name: str) -> str:
-            address = known.get(name, {}).get("address")
-            return f"environment {name} at {address}" if address else f"environment {name}"
-
-        waits = [
-            Wait(whom(name), now - since, self._reload(name) or known[name]["message"])
-            for name, since in self._waiting_since.items()
-        ]
-        replay = self.children.replay.name
-        if replay in self._ready_at and self._notes[replay]:
-            waits.append(Wait("the buffer's server", now - self._ready_at[replay], self._notes[replay]))
-        for name, state in self._broken.items():
-            if name not in self._waiting_since:
-                reload = self._reload(name) if state.kind == "NOT_STARTED" else ""
-                trouble = f"it is {state.trouble}: {state.message}{self._repair(name)}"
-                waits.append(Wait(whom(name), state.broken_s, reload or trouble))
-        return waits
-
-    def _reload(self, environment: str) -> str:
-        """Return that an environment restarts because its file was edited; empty unless it does, and for one that has ended again since."""
-        restarts, child = self._edited.get(environment), self.children.environments.get(environment)
-        if restarts is None or child is None or child.restarts > restarts + 1:
-            return ""
-        return f"it restarts with the changed {child.source}"
-
-    def _forget_edits(self) -> None:
-        """Forget those that are in use: their process is a new one, and their breaker, which may have opened meanwhile, is closed."""
-        for name, restarts in [*self._edited.items()]:
-            child = self.children.environments[name]
-            if child.state == "ready" and child.restarts > restarts and name not in self._broken:
-                del self._edited[name]
-
-    def _repair(self, environment: str) -> str:
-        """Return the remedy for a broken environment that is served from a file; empty for any other."""
-        child = self.children.environments.get(environment)
-        return f"; fix {child.source}, and the run continues" if child is not None and child.source is not None else ""
+        if found is not None:
+            await self.environments.note(found, after_s)
 
     async def _ask(self, host: str, port: int, path: str) -> tuple[int, str]:
         return await http_get(host, port, path, self._credentials.token("reader"), self._tls)
+
+    def _waits(self) -> list[Wait]:
+        """Return what the run waits for: environments, and the buffer's server."""
+        replay = self.children.replay.name
+        waits = self.environments.waits()
+        if replay in self._ready_at and self._notes[replay]:
+            waits.append(Wait("the buffer's server", time.monotonic() - self._ready_at[replay], self._notes[replay]))
+        return waits
 
     async def _until_ready(self, child: Child, host: str, port: int) -> None:
         """Wait for the service's `/readyz`. Past the deadline, raises `ServiceError` with the service's reason."""
@@ -384,8 +312,7 @@ class Pipeline:
             entries = await client.metrics(self.summary.last_entry)
             replicas, runners = await client.replicas(), await client.runners()
             self.summary.counts = await self._counts(client)
-            self._broken = {each.name: each for each in await client.environments() if each.broken}
-            self._forget_edits()
+            self.environments.note_breakers(await client.environments())
             if self.summary.failed:
                 self.summary.failures = frequent(await client.failures())
         except ReplayUnavailable as error:
@@ -419,7 +346,7 @@ class Pipeline:
         environments = {child.name: name for name, child in self.children.environments.items()}
         for child in self.children:
             environment = environments.get(child.name)
-            limit_s, key = patience(self.config, environment, is_broken=environment in self._broken)
+            limit_s, key = patience(self.config, environment, is_broken=environment in self.environments.broken)
             if child.silent_s > limit_s:
                 self.supervisor.replace(child, f"no answer for {child.silent_s:.0f} s ({key})")
                 child.silent_s = 0.0

@@ -44,13 +44,10 @@ def place(*, ranks: int, replicas: int, slice_size: int, nodes: int, gpus: int) 
         taken = ranks // trained_on if node < trained_on else 0
         fit = min(left, (gpus - taken) // slice_size)
         starts = range(taken, taken + fit * slice_size, slice_size)
-        found.append(Node(tuple(map(str, range(taken))), tuple(_list(range(at, at + slice_size)) for at in starts)))
+        slices = (",".join(map(str, range(at, at + slice_size))) for at in starts)
+        found.append(Node(tuple(map(str, range(taken))), tuple(slices)))
         left -= fit
     return None if left else found
-
-
-def _list(devices: Sequence[int]) -> str:
-    return ",".join(map(str, devices))
 
 
 def write_job(
@@ -83,7 +80,8 @@ def write_job(
             f"the run ({numbers}) has no place on {nodes} nodes of {gpus} GPUs: nodes with ranks have equally many, and a replica has its "
             "GPUs on one node; change these numbers, --nodes or --gpus-per-node"
         )
-    return "\n".join([*_head(config, path, overrides, placed, gpus, folder, programs), ""]) + _body()
+    body = (resources.files(__package__) / _BODY).read_text(encoding="utf-8")
+    return "\n".join([*_head(config, path, overrides, placed, gpus, folder, programs), body])
 
 
 def _head(
@@ -128,7 +126,3 @@ def _head(
 def _array(name: str, values: Iterable[str]) -> str:
     quoted = " ".join(f'"{value}"' for value in values)
     return f"{name}=({quoted})"
-
-
-def _body() -> str:
-    return (resources.files(__package__) / _BODY).read_text(encoding="utf-8")

@@ -193,37 +193,39 @@ def _trajectories(
     for index in sorted({*newest, *heads, *origins, *range(len(summary.rewards))}):
         events, head, origin = newest.get(index, {}), heads.get(index), origins.get(index)
         pushed, scored, dropped = (events.get(what) for what in ("pushed", "scored", "dropped"))
-        last = scored or dropped or pushed
-        reward = scored.reward if scored else origin.reward if origin else head.reward if head else None
+        reward = next((each.reward for each in (scored, origin, head) if each), None)
         if reward is None and index < len(summary.rewards):
             reward = summary.rewards[index]
-        tokens = pushed.tokens if pushed else origin.tokens if origin else None
+        tokens = next((each.tokens for each in (pushed, origin) if each), None)
         if tokens is None and index < len(summary.tokens):
             tokens = summary.tokens[index]
         ranges = [[part.version, part.start, part.end] for part in origin.ranges] if origin else []
         if not ranges and pushed and pushed.oldest is not None and pushed.oldest == pushed.newest:
             ranges = [[pushed.oldest, 0, tokens or 0]]
-        message = head.message if head else ""
+        attempts = (each.attempt for each in (scored or dropped or pushed, head) if each and each.attempt is not None)
+        pushed_by = by.get(index) or next((part.replica for part in (origin.ranges if origin else ())), None)
+        status = "SCORED" if reward is not None else "DROPPED" if dropped else ""
+        sample = head or SampleHead(group=summary.id, index=index, status=status)
         found.append(
             {
                 "index": index,
-                "attempt": last.attempt if last and last.attempt is not None else head.attempt if head else None,
-                "replica": by.get(index) or (next((part.replica for part in origin.ranges), None) if origin else None),
+                "attempt": next(attempts, None),
+                "replica": pushed_by,
                 "reward": reward,
                 "advantage": origin.advantage if origin else None,
-                "components": head.components if head else {},
-                "status": head.status if head else "SCORED" if reward is not None else "DROPPED" if dropped else "",
-                "message": message or (dropped.reason if dropped and dropped.reason else ""),
-                "traceback": head.traceback if head else "",
+                "components": sample.components,
+                "status": sample.status,
+                "message": sample.message or (dropped.reason if dropped and dropped.reason else ""),
+                "traceback": sample.traceback,
                 "tokens": tokens,
-                "finish_reason": origin.finish_reason if origin else head.finish_reason if head else None,
+                "finish_reason": next((each.finish_reason for each in (origin, head) if each), None),
                 "versions": ranges,
                 "kept": head is not None,
                 "content": head.content if head else None,
-                "metadata": head.metadata if head else {},
-                "calls": len(head.calls) if head else 0,
+                "metadata": sample.metadata,
+                "calls": len(sample.calls),
             }
-        )  # fmt: skip
+        )
     return found
 
 

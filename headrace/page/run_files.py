@@ -176,10 +176,9 @@ class RunJournal:
 class RunFiles:
     """The files of one run. Callers hold its `lock`."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lock = threading.RLock()
-        self._clock = clock
         self.indexing = Indexing(folder)
         self._journal = RunJournal(folder / JOURNAL)
         self._config: tuple[object, Config | HeadraceError] | None = None
@@ -226,7 +225,7 @@ class RunFiles:
     def history(self) -> RunHistory:
         """Its history, with the state that it was in a moment ago. Raises as `config` and `journal` do."""
         config, journal = self.config, self.journal
-        now = self._clock()
+        now = time.monotonic()
         if self._history is None or now - self._history[0] > _STATE_S:
             if (self.folder / RECORD).exists():
                 check_file(self.folder / RECORD, self.folder, _LARGEST_RECORD)

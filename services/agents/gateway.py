@@ -460,27 +460,23 @@ async def _answer(
     episode: OpenEpisode, call: SessionCall, request: ChatRequest, gone: asyncio.Task[None], send: Any
 ) -> ApiProblem | None:
     """Send the call's answer. Returns the error instead if there is no answer and nothing has been sent."""
-    waiting = asyncio.create_task(episode.wait(call))
-    delivered = started = False
+    waiting, pause = asyncio.create_task(episode.wait(call)), _KEEP_ALIVE_S if request.stream else None
+    started = delivered = False
     try:
-        while not waiting.done() and not gone.done():
-            pause = _KEEP_ALIVE_S if request.stream else None
-            await asyncio.wait([waiting, gone], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done() and not gone.done():
-                if not started:
-                    await _start(send, request)
-                    started = True
-                await _part(send, dialect.KEEP_ALIVE)
+        while not (await asyncio.wait([waiting, gone], timeout=pause, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if not started:
+                await _start(send, request)
+            started = True
+            await _part(send, dialect.KEEP_ALIVE)
         if not waiting.done():
             return None
         problem = _find_problem(episode, waiting.exception())
-        if problem is not None and not started:
-            return problem
         if not started:
+            if problem is not None:
+                return problem
             await _start(send, request)
         if problem is not None:
-            await _part(send, dialect.event(problem.body))
-            await _end(send)
+            await _end(send, dialect.event(problem.body))
             return None
         most, last = _split_answer(call, request, episode.created)
         await _part(send, most)

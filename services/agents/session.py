@@ -284,32 +284,30 @@ class Session:
         return call, True
 
     def _earlier(self, asked: CallRequest) -> SessionCall | None:
-        """Return the call of an earlier try of this request, or None.
+        """Return the call of an earlier try of this request, or None: the call of its idempotency key, one whose clients have all left, or
+        one that a client asks for again, as its count of tries says.
 
         Clients mark every second try, even if the first one never became a call. A program may also have several equal requests under way,
         and each needs its own call. So a retry joins a call only if no retry with the same or a higher count has come for that call.
         """
-        if asked.idempotency_key is not None:
-            known = self._by_key.get(asked.idempotency_key)
-            if known is not None and known.asked.body != asked.body:
-                raise Refused("conflict", "another request used this idempotency key; give each request its own key")
-            if known is not None and not known.failed:
-                return known
-        same = [call for call in self._by_body.get(asked.body, ()) if _may_share_key(call.asked, asked)]
-        for call in same:
-            if not call.delivered and call.readers == 0:
-                return call
-        if asked.retry == 0 or asked.turned_away:
-            return None
-        if self._owed.get(asked.body):  # an earlier try got an error
+        key = asked.idempotency_key
+        known = None if key is None else self._by_key.get(key)
+        if known is not None and known.asked.body != asked.body:
+            raise Refused("conflict", "another request used this idempotency key; give each request its own key")
+        if known is not None and not known.failed:
+            return known
+        # no call that another key names
+        same = [call for call in self._by_body.get(asked.body, ()) if None in (key, call.asked.idempotency_key)]
+        left = next((call for call in same if not call.delivered and call.readers == 0), None)
+        if left is not None or asked.retry == 0 or asked.turned_away:
+            return left
+        if self._owed[asked.body]:  # an earlier try got an error
             self._owed -= Counter([asked.body])
             return None
-        if asked.retry is None:
-            return None
-        same = [call for call in same if call.retry < asked.retry]
-        waiting = [call for call in same if not call.delivered]
+        tried = [call for call in same if call.retry < (asked.retry or 0)]
+        waiting = [call for call in tried if not call.delivered]
         # a call whose client seems to be connected still, before an answer that got lost on its way
-        return min(waiting, key=lambda call: call.joined) if waiting else same[-1] if same else None
+        return min(waiting, key=lambda call: call.joined) if waiting else next(reversed(tried), None)
 
     def candidates(self, call: SessionCall) -> list[SessionCall]:
         """Return the calls of the longest earlier conversation that this one repeats, delivered calls first, then by age, newest first.
@@ -522,11 +520,6 @@ class Session:
         dropped = Counter(_why_dropped(call) for call in self.calls if call not in kept)
         records = tuple(call.record(numbers.__getitem__) for call in ordered)
         return SessionSummary(records, self.limit, self._limit is not None, dropped)
-
-
-def _may_share_key(one: CallRequest, other: CallRequest) -> bool:
-    """Return whether both can be tries of one request by their idempotency keys."""
-    return one.idempotency_key is None or other.idempotency_key in (None, one.idempotency_key)
 
 
 def _why_dropped(call: SessionCall) -> str:

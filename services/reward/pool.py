@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -180,19 +180,16 @@ class WorkerPool:
                 continue
             if not worker.alive:  # it died while idle, through no fault of these trajectories
                 await worker.restart()
-            if len(jobs) > 1:
-                await self._look_through(worker, jobs)
+            first, *others = jobs
+            if others:
+                trajectories = [job.trajectory for job in jobs]
+                results = await worker.quick_results(first.environment, trajectories, first.timeout_s)
+                for job, result in zip(jobs, results, strict=True):
+                    self._end(job, result)
             else:
-                await self._score(worker, jobs[0])
+                await self._score(worker, first)
             if not worker.alive:
                 await worker.restart()
-
-    async def _look_through(self, worker: ScoringWorker, jobs: Sequence[_Job]) -> None:
-        first = jobs[0]
-        trajectories = [job.trajectory for job in jobs]
-        results = await worker.quick_results(first.environment, trajectories, first.timeout_s)
-        for job, result in zip(jobs, results, strict=True):
-            self._end(job, result)
 
     async def _score(self, worker: ScoringWorker, job: _Job) -> None:
         """Score a trajectory in a worker's place, until there is a result, or its program sleeps."""
@@ -233,13 +230,6 @@ class _Asked:
     results: asyncio.Future[list[bytes | None]]
     asleep: asyncio.Future[None]
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until it is answered, or asleep. Raises `TimeoutError`."""
-        either: list[asyncio.Future[Any]] = [self.results, self.asleep]
-        done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise TimeoutError
-
 
 class ScoringWorker(ChildProcess):
     """A worker of built-in environments. It is asked again once it has answered, or its last trajectory sleeps."""
@@ -273,36 +263,30 @@ class ScoringWorker(ChildProcess):
         self._lose(OSError("it was killed"))
 
     async def score(
-        self, environment: str, trajectory: bytes, timeout_s: float, asleep: asyncio.Future[None] | None = None
+        self, environment: str, trajectory: bytes, timeout_s: float, asleep: asyncio.Future[None]
     ) -> pb.Result | None:
         """Return the result; None if the worker died, through no fault of this trajectory, which was asleep. `asleep` is done once it falls
         asleep. It then has no deadline here, because its worker may be busy with others."""
         began = time.monotonic()
-        number, asked = self._new(1, asleep)
         try:
-            await self.send(msgspec.msgpack.encode(ScoreRequest(number, [trajectory], timeout_s)))
-            await asked.wait(timeout_s + _GRACE_S)
-            (answer,) = await asked.results
+            async with self._asking([trajectory], timeout_s, asleep) as results:
+                async with asyncio.timeout(timeout_s + _GRACE_S):
+                    either: list[asyncio.Future[Any]] = [results, asleep]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                (answer,) = await results
             if answer is None:
                 raise OSError("it returned no result")
             return self._check(environment, answer, time.monotonic() - began)
-        except asyncio.CancelledError:
-            if self.alive:
-                with contextlib.suppress(OSError):
-                    await self.send(msgspec.msgpack.encode(ScoreRequest(number, [], 0.0)))
-            raise
         except TimeoutError:
             self._usable = False
             late = f"no answer within {timeout_s + _GRACE_S:g} s; the worker was killed"
             return pb.Result(status=pb.STATUS_TIMED_OUT, message=late)
         except OSError as error:
-            if asked.asleep.done():
+            if asleep.done():
                 return None
             self._usable = False
             reason = await self.exit_reason(error)
             return pb.Result(status=pb.STATUS_FAILED, message=f"the worker died while scoring it: {reason}")
-        finally:
-            del self._asked[number]
 
     async def quick_results(
         self, environment: str, trajectories: Sequence[bytes], timeout_s: float
@@ -312,25 +296,33 @@ class ScoringWorker(ChildProcess):
         If the worker is late or dies meanwhile, no trajectory is blamed: scoring each alone shows which one is at fault.
         """
         began = time.monotonic()
-        number, asked = self._new(len(trajectories))
         try:
-            await self.send(msgspec.msgpack.encode(ScoreRequest(number, list(trajectories), timeout_s)))
-            async with asyncio.timeout(timeout_s + _GRACE_S):
-                answers = await asked.results
+            async with self._asking(trajectories, timeout_s) as results, asyncio.timeout(timeout_s + _GRACE_S):
+                answers = await results
         except OSError:  # among others `TimeoutError`
             self._usable = False
             return [None] * len(trajectories)
-        finally:
-            del self._asked[number]
         took_s = (time.monotonic() - began) / len(trajectories)
         return [None if answer is None else self._check(environment, answer, took_s) for answer in answers]
 
-    def _new(self, trajectories: int, asleep: asyncio.Future[None] | None = None) -> tuple[int, _Asked]:
-        number = next(self._numbers)
-        loop = asyncio.get_running_loop()
-        asked = _Asked(trajectories, loop.create_future(), asleep or loop.create_future())
+    @contextlib.asynccontextmanager
+    async def _asking(
+        self, trajectories: Sequence[bytes], timeout_s: float, asleep: asyncio.Future[None] | None = None
+    ) -> AsyncIterator[asyncio.Future[list[bytes | None]]]:
+        """Send a request and yield the future of its results. It is withdrawn if the context is cancelled."""
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        asked = _Asked(len(trajectories), loop.create_future(), asleep or loop.create_future())
         self._asked[number] = asked
-        return number, asked
+        try:
+            await self.send(msgspec.msgpack.encode(ScoreRequest(number, list(trajectories), timeout_s)))
+            yield asked.results
+        except asyncio.CancelledError:
+            if self.alive:
+                with contextlib.suppress(OSError):
+                    await self.send(msgspec.msgpack.encode(ScoreRequest(number, [], 0.0)))
+            raise
+        finally:
+            del self._asked[number]
 
     async def _read(self) -> None:
         """Hand out the answers, until the process ends or breaks the protocol."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -134,25 +135,20 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             stack.callback(checkpoints.lock().release)
             snapshots = Snapshots.of(config, checkpoints)
             lead = LeadRank(config, ranks, read, snapshots)
-            newest = None
-            if snapshots is not None:
-                newest = await events.run_in_executor(torch_thread, lead.adopt_snapshot)
+            on_torch = functools.partial(events.run_in_executor, torch_thread)
+            newest = None if snapshots is None else await on_torch(lead.adopt_snapshot)
             if newest is None:
-                newest = await events.run_in_executor(
-                    torch_thread, checkpoints.newest, lambda path: lead.damage(str(path))
-                )
+                newest = await on_torch(checkpoints.newest, lambda path: lead.damage(str(path)))
             folder = None if newest is None else str(checkpoints.path(newest))
             if newest is not None:
                 check_prompts(checkpoints.state(newest), checkpoints.path(newest), prompts.counts.digest)
-            await events.run_in_executor(torch_thread, lead.load, folder)
+            await on_torch(lead.load, folder)
             if config.checkpointing.enabled:
                 with checkpoints.trial() as trial:
-                    await events.run_in_executor(torch_thread, lead.learner.try_saving, trial)
+                    await on_torch(lead.learner.try_saving, trial)
             if snapshots is not None:
-                await events.run_in_executor(torch_thread, lead.require_room_for_snapshots)
-            meter = await events.run_in_executor(
-                torch_thread, ThroughputMeter.of, config, lead.learner.policy.model.config
-            )
+                await on_torch(lead.require_room_for_snapshots)
+            meter = await on_torch(ThroughputMeter.of, config, lead.learner.policy.model.config)
 
             resumed = await resume(
                 replay,
@@ -206,7 +202,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             try:
                 finished = await Loop(config, context, resumed).run()
                 if snapshots is not None:  # there is a checkpoint of the newest version
-                    await events.run_in_executor(torch_thread, lead.remove_snapshots)
+                    await on_torch(lead.remove_snapshots)
             except (WrongTimeline, WrongStep):  # the curves are another trainer's now
                 raise
             except Exception:

@@ -184,7 +184,6 @@ class _Examination:
         self._results = 0
         # samples that get a reward, with their scores alone, the first and the second time
         self._ordinary: list[tuple[Sample, Score, Score]] = []
-        self._took_s = 0.0  # for the largest batch
 
     def findings(self) -> list[Finding]:
         applies = (REMEDIES if self._scores else _ANY) | (conformance_episodes.REMEDIES if self._plays else {})
@@ -215,11 +214,12 @@ class _Examination:
         await self._equal_keys()
         await self._samples_apart()
         await self._batches()
+        took_s = await self._full_batch()
         await self._calls_at_a_time()
         await self._check_malformed()
-        await self._deadline()
-        await self._check_cancelled()
-        await self._odd_completions()
+        await self._deadline(took_s)
+        await self._check_cancelled(took_s)
+        await self._check_mixed(await self._odd_completions())
         self._judge_promises()
 
     # -- the checks
@@ -282,7 +282,14 @@ class _Examination:
         golden = self._golden or ORDINARY
         first = [await self._alone("one by one", each.sample()) for each in golden]
         again = [await self._alone("one by one", each.sample()) for each in reversed(golden)][::-1]
-        self._compare(golden, first)
+        check = "golden samples" if self._golden else "one by one"  # built-in samples only have to earn a reward
+        for each, score in zip(golden, first, strict=True):
+            if (difference := each.difference(score)) is not None:
+                self._fault(check, f"{_shorten(each.completion)}: {difference}")
+        if self._golden:
+            self._say(check, "right", f"{len(golden)} are as expected")
+        else:
+            self._say("golden samples", "note", "none were given (--samples FILE)")
         self._ordinary = [
             (each.sample(), score, second)
             for each, score, second in zip(golden, first, again, strict=True)
@@ -293,17 +300,6 @@ class _Examination:
             raise _Stop
         rewards = ", ".join(f"{score.reward:g}" for _, score, _ in self._ordinary)
         self._say("one by one", "right", f"{len(self._ordinary)} samples earned {rewards:.60}")
-
-    def _compare(self, golden: Sequence[GoldenSample], scores: Sequence[Score]) -> None:
-        """Compare the scores with those that the author expects. Built-in samples only have to earn a reward."""
-        check = "golden samples" if self._golden else "one by one"
-        for each, score in zip(golden, scores, strict=True):
-            if (difference := each.difference(score)) is not None:
-                self._fault(check, f"{_shorten(each.completion)}: {difference}")
-        if self._golden:
-            self._say(check, "right", f"{len(golden)} are as expected")
-        else:
-            self._say("golden samples", "note", "none were given (--samples FILE)")
 
     async def _equal_keys(self) -> None:
         sample = self._ordinary[0][0]
@@ -337,40 +333,36 @@ class _Examination:
 
     async def _batches(self) -> None:
         """Score the samples in one call, in both orders."""
-        size = self._batch_size
-        expected = self._ordinary[:size]
+        expected = self._ordinary[: self._batch_size]
         if len({score.reward for _, score, _ in expected}) < 2:
             detail = "all samples earn the same, so the order can't be checked; give --samples that differ"
             self._say("batches", "note", detail)
         else:
             self._say("batches", "right", f"{len(expected)} samples in one call earn what they earn alone, in order")
         for batch in (expected, expected[::-1]):
-            alone = [score for _, score, _ in batch]
-            together = await self._together([sample for sample, _, _ in batch])
-            if not all(map(same, together, alone)):
-                again = await self._together([sample for sample, _, _ in batch])
-                self._judge_batch(alone, together, stays=all(map(same, together, again)))
-                break
-        await self._full_batch(size)
+            samples, alone = [sample for sample, _, _ in batch], [score for _, score, _ in batch]
+            together = await self._together(samples)
+            if all(map(same, together, alone)):
+                continue
+            stays = all(map(same, together, await self._together(samples)))
+            one, other = list(map(_outcome, together)), list(map(_outcome, alone))
+            order = ", in another order" if sorted(one) == sorted(other) else ""
+            detail = f"together they earn {', '.join(one)}, but alone {', '.join(other)}{order}"
+            self._say("batches", "note", detail)
+            if self._settled and stays:
+                self._fault("batches", detail)
+            elif self._description.deterministic:
+                self._fault("deterministic", detail)
+            return
 
     async def _together(self, samples: Sequence[Sample]) -> Sequence[Score]:
         answer = await self._ask(list(map(_rename, samples)))
         self._blame("batches", f"a call of {len(samples)} samples", answer)
         return answer.scores
 
-    def _judge_batch(self, alone: Sequence[Score], together: Sequence[Score], *, stays: bool) -> None:
-        """Judge samples that are scored differently in one call. `stays`: their scores were the same a second time."""
-        one, other = list(map(_outcome, together)), list(map(_outcome, alone))
-        order = ", in another order" if sorted(one) == sorted(other) else ""
-        detail = f"together they earn {', '.join(one)}, but alone {', '.join(other)}{order}"
-        self._say("batches", "note", detail)
-        if self._settled and stays:
-            self._fault("batches", detail)
-        elif self._description.deterministic:
-            self._fault("deterministic", detail)
-
-    async def _full_batch(self, size: int) -> None:
-        """Score as many samples as one call may have. Meanwhile Describe must be answered."""
+    async def _full_batch(self) -> float:
+        """Score as many samples as one call may have, and return how long it took. Meanwhile Describe must be answered."""
+        size = self._batch_size
         call = asyncio.create_task(self._ask(self._many(size)))
         await asyncio.sleep(_PAUSE_S)
         # the second time because the machine may have been busy
@@ -384,7 +376,7 @@ class _Examination:
         for score in answer.scores:
             if score.status != "SCORED":
                 self._fault("batches", f"in a batch of {size}, which its description allows, one was {_outcome(score)}")
-        self._took_s = answer.took_s
+        return answer.took_s
 
     async def _is_there(self) -> bool:
         try:
@@ -429,10 +421,10 @@ class _Examination:
         await self._still_scores("malformed requests", "after them")
         self._say("malformed requests", "right", f"{len(requests)} did no harm")
 
-    async def _deadline(self) -> None:
+    async def _deadline(self, took_s: float) -> None:
         """Call a batch with half the time that it takes. Only a second missing answer is a fault, because the machine may have been busy at
         the first. If all of the batch is done in half the time, the machine may have been busy when it was timed."""
-        size, took_s, late = self._batch_size, self._took_s, 0
+        size, late = self._batch_size, 0
         while took_s >= _SLOW_S:
             answer = await self._ask(self._many(size), took_s / 2)
             done = sum(score.status == "SCORED" for score in answer.scores)
@@ -458,16 +450,17 @@ class _Examination:
             self._say("deadline", "right", f"a batch of {size} took {took_s:.2f} s, far from any deadline")
         await self._still_scores("deadline", "after a call past its deadline")
 
-    async def _check_cancelled(self) -> None:
+    async def _check_cancelled(self, took_s: float) -> None:
         request = pb.EnvironmentServiceScoreRequest(trajectories=map(sample_to_wire, self._many(self._batch_size)))
         call = self._stub.Score(request, timeout=self._timeout_s)
-        await asyncio.sleep(min(_PAUSE_S, self._took_s / 4))
+        await asyncio.sleep(min(_PAUSE_S, took_s / 4))
         call.cancel()
         await asyncio.wait([asyncio.ensure_future(call.code())])
         await self._still_scores("cancelled calls", "after a cancelled call")
         self._say("cancelled calls", "right", "it continues to score after one")
 
-    async def _odd_completions(self) -> None:
+    async def _odd_completions(self) -> list[Sample]:
+        """Score completions that no policy should write. Return those that did no harm."""
         base, hangs = self._ordinary[0][0], 0
         odd = {
             name: dataclasses.replace(_rename(base), completion=text, completion_token_ids=tuple(text.encode()[:4096]))
@@ -491,7 +484,7 @@ class _Examination:
                 self._fault("odd completions", "three hung, so the others were not tried")
                 break
         self._say("odd completions", "right", f"{len(odd)} earned rewards")
-        await self._check_mixed(harmless)
+        return harmless
 
     async def _check_mixed(self, odd: Sequence[Sample]) -> None:
         """Score two ordinary samples with odd completions between them, in one call."""

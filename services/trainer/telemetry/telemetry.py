@@ -58,9 +58,7 @@ class Telemetry:
     `failures` returns the page's text about what failed.
     """
 
-    def __init__(
-        self, config: Config, journal: Journal, failures: Callable[[], str] = str, console: Console | None = None
-    ) -> None:
+    def __init__(self, config: Config, journal: Journal, failures: Callable[[], str] = str) -> None:
         self._config = config
         self._journal, self._failures = journal, failures
         self._title = f"Headrace, run {config.run.id}"
@@ -78,7 +76,6 @@ class Telemetry:
         self._disagreement = alarm.Streak()
         self._off_policy, self._equal = alarm.Streak(alarm.OFF_POLICY_STEPS), alarm.Streak(alarm.EQUAL_STEPS)
         self._slower_weights = 0
-        self._console = console or Console(stderr=True)
         self._writing: asyncio.Task[None] | None = None
         self._drawing: asyncio.Task[Sequence[Line]] | None = None
         self._draw_after = time.monotonic() + DRAWING_PAUSES  # when the curves may be drawn again
@@ -185,7 +182,7 @@ class Telemetry:
             await asyncio.to_thread(self._samples.write, "val", version, records)
         if shown := self._settings.num_val_samples_to_print:
             samples = [make_sample(*each) for each in scored]
-            show(self._console, f"validation of version {version}", choose(samples, shown))
+            show(Console(stderr=True), f"validation of version {version}", choose(samples, shown))
 
     def _report_alarm(self, step: int, batch: Batch, found: Sequence[alarm.LimitExceeded]) -> None:
         picture = None

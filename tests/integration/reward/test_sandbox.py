@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -40,7 +41,8 @@ class EvaluatingWorker(ScoringWorker):
 
     async def run(self, code: str, timeout_s: float = TIMEOUT_S) -> Score:
         sample = sample_to_wire(Sample(code, environment="evaluating"))
-        result = await self.score("evaluating", sample.SerializeToString(), timeout_s)
+        asleep = asyncio.get_running_loop().create_future()
+        result = await self.score("evaluating", sample.SerializeToString(), timeout_s, asleep)
         assert result is not None
         return score_from_wire(result)
 

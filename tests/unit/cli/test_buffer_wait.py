@@ -6,12 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from rich.console import Console
-
-from headrace.cli.display import LineDisplay
-from headrace.config import Config
-from headrace.launch.pipeline import Pipeline
-from headrace.net import credentials
+from tests.support.idle_pipeline import idle_pipeline
 
 REASON = "it is a replica of 10.0.0.2:6379; give the primary"
 
@@ -31,25 +26,22 @@ class Replay:
 
 
 async def test_up_names_the_buffers_server_among_what_the_run_waits_for(tmp_path: Path) -> None:
-    file = tmp_path / credentials.FILE
-    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
-    credentials.complete(file, credentials.list_roles(config, redis=True))
-    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(Console()))
     replay = Replay()
     server = await asyncio.start_server(replay.serve, "127.0.0.1", 0)
+    with idle_pipeline(tmp_path) as pipeline:
 
-    async def waits() -> list[tuple[str, str]]:
-        await pipeline._probe(pipeline.children.replay, "127.0.0.1", server.sockets[0].getsockname()[1], 0.0)
-        return [(wait.whom, wait.why) for wait in pipeline._waits()]
+        async def waits() -> list[tuple[str, str]]:
+            await pipeline._probe(pipeline.children.replay, "127.0.0.1", server.sockets[0].getsockname()[1], 0.0)
+            return [(wait.whom, wait.why) for wait in pipeline._waits()]
 
-    async with server:
-        assert await waits() == []  # it starts
-        replay.reason = None
-        assert await waits() == []
-        replay.reason = REASON
-        assert await waits() == [("the buffer's server", REASON)]
-        (first,) = pipeline._waits()
-        await waits()
-        assert pipeline._waits()[0].seconds >= first.seconds >= 0
-        replay.reason = None
-        assert await waits() == []
+        async with server:
+            assert await waits() == []  # it starts
+            replay.reason = None
+            assert await waits() == []
+            replay.reason = REASON
+            assert await waits() == [("the buffer's server", REASON)]
+            (first,) = pipeline._waits()
+            await waits()
+            assert pipeline._waits()[0].seconds >= first.seconds >= 0
+            replay.reason = None
+            assert await waits() == []

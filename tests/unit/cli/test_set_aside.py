@@ -6,15 +6,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from rich.console import Console
-
-from headrace.cli.display import LineDisplay
-from headrace.config import Config
-from headrace.launch.pipeline import Pipeline
-from headrace.net import credentials
 from headrace.run.checkpoints import DAMAGE
 from headrace.run.object_store import StoreStatus, write_status
 from tests.support.command import said
+from tests.support.idle_pipeline import idle_pipeline
 from tests.support.past_run import past_run
 
 PROBLEM = "checkpoint 6 is not in s3://b/r"
@@ -29,17 +24,15 @@ def set_aside(checkpoints: Path, version: int) -> Path:
 
 
 def test_up_says_once_what_was_set_aside_since_it_started(tmp_path: Path) -> None:
-    file = tmp_path / credentials.FILE
-    config = Config.model_validate({"run": {"id": "r", "dir": str(tmp_path)}, "security": {"credentials": str(file)}})
-    credentials.complete(file, credentials.list_roles(config, redis=True))
-    set_aside(config.checkpoint_folder, 2)
-    console = Console(file=io.StringIO(), width=300)
-    pipeline = Pipeline(config, tmp_path / "config.yaml", None, {}, LineDisplay(console))
-    aside = set_aside(config.checkpoint_folder, 6)
-    write_status(config.checkpoint_folder, StoreStatus("s3://b/r", 2, PROBLEM))
-    for _ in range(2):
-        pipeline._say_of_checkpoints()
-    damaged, not_stored = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    checkpoints = tmp_path / "r" / "checkpoints"
+    set_aside(checkpoints, 2)
+    printed = io.StringIO()
+    with idle_pipeline(tmp_path, printed) as pipeline:
+        aside = set_aside(checkpoints, 6)
+        write_status(checkpoints, StoreStatus("s3://b/r", 2, PROBLEM))
+        for _ in range(2):
+            pipeline._say_of_checkpoints()
+    damaged, not_stored = printed.getvalue().splitlines()
     assert WHY in damaged
     assert str(aside) in damaged
     assert not_stored == PROBLEM
