@@ -163,7 +163,7 @@ def test_the_origin_of_a_trajectory_says_who_wrote_and_scored_it() -> None:
 
 
 @pytest.mark.timeout(60)  # where each turn is compared with each writer and version, it takes many minutes
-def test_a_trajectory_of_many_turns_writers_and_versions_has_its_origin() -> None:
+def test_many_turns_writers_and_versions_have_their_origins() -> None:
     each = [(number, number + 1) for number in range(2000)]
     trajectory = Trajectory(
         group_id="g",
