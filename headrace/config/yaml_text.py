@@ -209,7 +209,8 @@ def _compose(text: str) -> yaml.Node | None:
 def find_line(text: str, keys: Sequence[str]) -> int | None:
     """Return the line, counted from 1, where the YAML document `text` gives the value at `keys`, or the nearest mapping or list above it;
     None if it gives none of them. A number is the place of an item; for a mapping, 0 is the mapping itself, as a list of one."""
-    node, line = _compose(text), None
+    node = _compose(text)
+    line = None
     for key in keys:
         inner: tuple[int, yaml.Node] | None = None
         if isinstance(node, yaml.MappingNode):
