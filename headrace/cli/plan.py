@@ -156,6 +156,7 @@ def balance(
         "--scoring-seconds": scoring_seconds,
         "--scoring-places": scoring_places,
     }
+    known = None if prices is None else _read_prices(prices)
     columns: dict[str, tuple[Workload, Balance]] = {}
     if Path(run).is_file():
         config = load(Path(run), overrides or ())
@@ -178,7 +179,6 @@ def balance(
     columns |= {"computed": advice.now, "proposed": advice.proposed}
     if advice.wider is not None:
         columns["wider age bound"] = advice.wider
-    known = None if prices is None else _read_prices(prices)
     told = {name: _describe(config, *column, trained_tokens, known) for name, column in columns.items()}
     if as_json:
         typer.echo(json.dumps({"bottleneck": advice.side, "advice": str(advice), **told}, indent=2))

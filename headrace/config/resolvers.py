@@ -4,6 +4,7 @@ takes 0.1 s."""
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -34,6 +35,9 @@ _MAX_CHAIN = 20
 _MAX_BITS = 1000
 _TOO_LARGE = f"the interpolations make more than {MAX_NODES} values or {MAX_CHARACTERS} characters in all"
 
+# a name with an interpolation inside or of dots alone, or a resolver that takes names (of OmegaConf's own, only `oc.env` takes none)
+_COMPUTED = re.compile(r"\$\{[^:}]*\$\{|\$\{\.+\}|oc\.(?!env\b)")
+
 # the resolver that returns the value of an expression to those that refer to it
 _VALUE_OF = "headrace.value_of"
 
@@ -42,6 +46,7 @@ class InterpolationsTooLarge(InterpolationResolutionError):
     """Raised when interpolations grow without end. OmegaConf passes errors of this kind on unchanged."""
 
 
+@functools.lru_cache(1000)  # the page reads many runs, whose expressions are the same
 def parse_error(text: str) -> OmegaConfBaseException | None:
     """Return why `text` can't be parsed; None if it can."""
     # counted first: OmegaConf's parser takes more frames per level than Python has
@@ -75,7 +80,7 @@ class Evaluation:
         for name, resolver in (resolvers if unread is None else unread.resolvers(resolvers)).items():
             OmegaConf.register_resolver(name, resolver, replace=True)
         OmegaConf.register_resolver(_VALUE_OF, self._value, replace=True)
-        self._container = OmegaConf.create(whole)
+        self._container = OmegaConf.create(_reachable(whole, expressions))
         self._expressions = {keys: text for keys, text in expressions.items() if text != MISSING}
         self._places = list(self._expressions)
         self._numbers = {keys: number for number, keys in enumerate(self._places)}
@@ -209,6 +214,29 @@ def _is_marked(value: Any) -> bool:
 
 def _quote(text: str) -> str:
     return re.sub(r"(\\*)'", lambda found: f"{found[1] * 2}\\'", escape(text))
+
+
+def _reachable(whole: dict[str, Any], expressions: Mapping[ItemPath, str]) -> dict[str, Any]:
+    """Return what holds an expression or is named in one: OmegaConf takes 0.1 ms for each key. A name that is computed may be any."""
+    texts = " ".join(expressions.values())
+    if _COMPUTED.search(texts):
+        return whole
+    holders = {keys[:depth] for keys in expressions for depth in range(1, len(keys) + 1)}
+
+    def part(section: dict[str, Any], path: ItemPath) -> dict[str, Any]:
+        kept = ((key, value, (*path, key)) for key, value in section.items())
+        return {
+            # a section that a reference ends at is needed whole
+            key: part(value, place) if isinstance(value, dict) and not _ends_at(str(key), texts) else value
+            for key, value, place in kept
+            if place in holders or str(key) in texts
+        }
+
+    return part(whole, ())
+
+
+def _ends_at(key: str, texts: str) -> bool:
+    return re.search(rf"{re.escape(key)}(?![.\[])", texts) is not None
 
 
 def _call(number: int) -> str:

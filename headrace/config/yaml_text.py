@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -196,13 +197,19 @@ def _with_remedy(problem: str) -> str:
     return problem if remedy is None else f"{problem}; {remedy}"
 
 
+@functools.lru_cache(4)  # a start asks for the line of each key of a few files
+def _compose(text: str) -> yaml.Node | None:
+    try:
+        node: yaml.Node | None = _Loader(text).get_single_node()
+    except yaml.YAMLError:
+        return None
+    return node
+
+
 def find_line(text: str, keys: Sequence[str]) -> int | None:
     """Return the line, counted from 1, where the YAML document `text` gives the value at `keys`, or the nearest mapping or list above it;
     None if it gives none of them. A number is the place of an item; for a mapping, 0 is the mapping itself, as a list of one."""
-    try:
-        node = _Loader(text).get_single_node()
-    except yaml.YAMLError:
-        return None
+    node = _compose(text)
     line = None
     for key in keys:
         inner: tuple[int, yaml.Node] | None = None

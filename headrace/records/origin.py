@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
 from headrace.records.score import Score
@@ -73,13 +74,15 @@ def trace_origin(trajectory: AnyTrajectory, score: Score | None, advantage: floa
 
 def _ranges(trajectory: Trajectory) -> Iterator[TokenRange]:
     """Yield the ranges of tokens with the same writer and weights, without those that the environment wrote between turns."""
-    turns = trajectory.turns or ((0, trajectory.completion_token_ids.size),)
-    for replica, begun, left in trajectory.written:
-        for span in trajectory.spans:
-            for first, last in turns:
-                start, end = max(begun, span.start, first), min(left, span.end, last)
-                if start < end:
-                    yield TokenRange(start, end, replica, span.version)
+    written, spans = trajectory.written, trajectory.spans
+    written_until, spans_until = [end for _, _, end in written], [span.end for span in spans]
+    for start, last in trajectory.turns or ((0, trajectory.completion_token_ids.size),):
+        while start < last:
+            replica, _, end = written[bisect_right(written_until, start)]
+            span = spans[bisect_right(spans_until, start)]
+            end = min(end, span.end, last)
+            yield TokenRange(start, end, replica, span.version)
+            start = end
 
 
 def with_timelines(origin: Origin, timeline_of: TimelineOf) -> Origin:

@@ -19,6 +19,7 @@ from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
 from headrace_services.refit.receiver import WeightReceiver
 from headrace_services.rollout import engine
+from tests.support.paced_engine import pace
 
 
 def say(**fields: object) -> None:
@@ -125,6 +126,7 @@ def start_as_on_a_gpu(start: Callable[..., Any], *given: Any) -> Any:
 
 def main(spec: dict[str, Any]) -> None:
     config = Config.model_validate(spec["config"])
+    pace()
     if spec["asynchronous"] or config.policy.generation.vllm_cfg.tensor_parallel_size > 1:
         engine._start = functools.partial(start_as_on_a_gpu, engine._start)
     with engine.running_engine(config, spec["arguments"]) as running:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import secrets
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,12 @@ from headrace_services.refit.sender import RefitReport, WeightSender
 from tests.support.buffer import LIMITS as SMALL
 from tests.support.buffer import make_group
 from tests.support.forks import command, fork
+from tests.support.paced_engine import pace
 from tests.support.source_model import SourceModel, Weights
 from tests.support.waiting import eventually
 
 PATIENCE_S = 240.0  # for an engine to start, or a long completion to end, on a busy machine
 PROMPT = (3, 7, 8, 15, 9, 6, 4)
-# Tokens of a completion that is still being written when it is interrupted, and that a whole refit finds there; and of one that a refit
-# waits for to the last. The engine pauses before each token of such a completion, so that it takes seconds of time and not of a core.
-LONG, DRAINED = 256, 128
-PAUSE_S = 0.02
 CONTEXT = 2048
 IN_FLIGHT = {
     "async_grpo": {
@@ -145,16 +141,7 @@ class Process:
 
 
 def _rollout(config: str) -> None:
-    from vllm.v1.engine.core import EngineCore
-
-    step = EngineCore.step
-
-    def paced(core: EngineCore) -> Any:
-        if any(request.max_tokens in (LONG, DRAINED) for request in core.scheduler.running):
-            time.sleep(PAUSE_S)
-        return step(core)
-
-    EngineCore.step = paced  # the engine is forked from this process
+    pace()
     command("rollout", "--config", config)
 
 

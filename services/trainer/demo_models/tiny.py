@@ -183,11 +183,8 @@ class WarmUpData:
         """Return right-padded `input_ids` and next-token `labels`, both [B, S]. Labels are -100 outside answers."""
         rows = [self._example(next(self._conversations)) for _ in range(BATCH)]
         width = max(len(ids) for ids, _ in rows)
-        tokens = torch.full((BATCH, width), self._pad_id)
-        labels = torch.full((BATCH, width), -100)
-        for row, (ids, taught) in enumerate(rows):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            labels[row, : len(ids)] = torch.tensor(taught)
+        tokens = torch.tensor([ids + [self._pad_id] * (width - len(ids)) for ids, _ in rows])
+        labels = torch.tensor([taught + [-100] * (width - len(taught)) for _, taught in rows])
         return tokens[:, :-1], labels[:, 1:]
 
     def _example(self, conversation: Conversation) -> tuple[list[int], list[int]]:

@@ -139,11 +139,9 @@ async def test_a_batch_given_back_says_for_which_group_and_why(replay: ReplayCli
 
 async def test_what_nobody_reads_is_cut_off_and_counted(replay: ReplayClient, tmp_path: Path) -> None:
     key = f"hr:{{{replay.run_id}}}:history"
-    for _ in range(HISTORY // 1000):
-        pipe = replay.redis.pipeline(transaction=False)
-        for _ in range(1000):
-            pipe.xadd(key, {"w": "leased", "g": "e0-train-0", "r": "r", "a": 1, "v": 0})
-        await pipe.execute()
+    event = "'w', 'leased', 'g', 'e0-train-0', 'r', 'r', 'a', 1, 'v', 0"
+    fill = f"for _ = 1, ARGV[1] do redis.call('XADD', KEYS[1], '*', {event}) end"
+    await replay.redis.eval(fill, 1, key, HISTORY)
     await enqueue(replay, range(200))
     length = await replay.redis.xlen(key)
     lost = HISTORY + 200 - length

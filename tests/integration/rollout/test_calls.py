@@ -26,7 +26,8 @@ from headrace.net.replica_client import (
     SampleRequest,
 )
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, LONG, Fleet, Process, running_fleet
+from tests.support.paced_engine import LONG
+from tests.support.rollout_fleet import CONTEXT, IN_FLIGHT, Fleet, Process, running_fleet
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]

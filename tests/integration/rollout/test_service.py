@@ -26,7 +26,8 @@ from headrace.net.replica_client import ReplicaClient, ReplicaFenced, Sampled, S
 from headrace.net.service import EXIT_INTERNAL_ERROR
 from tests.support.buffer import tighten
 from tests.support.mutation import Mutator
-from tests.support.rollout_fleet import DRAINED, IN_FLIGHT, LIMITS, LONG, PROMPT, Fleet, Process, running_fleet
+from tests.support.paced_engine import DRAINED, LONG
+from tests.support.rollout_fleet import IN_FLIGHT, LIMITS, PROMPT, Fleet, Process, running_fleet
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]

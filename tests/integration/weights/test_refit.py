@@ -29,6 +29,7 @@ from tests.integration.trainer.learner_cases import config as learner_config
 from tests.support.buffer import tighten
 from tests.support.engines import TIMELINE, TOLERANCE, Engines, Replica, settings
 from tests.support.learner_source import LearnerSource
+from tests.support.paced_engine import LONG
 from tests.support.small_replica import SmallReplica, installed, running
 from tests.support.source_model import SourceModel
 from tests.support.waiting import STALL_S
@@ -169,7 +170,7 @@ async def test_in_flight_each_span_is_of_the_weights_it_names(run: Run, engine: 
     weights = {0: run.source.weights()}
     await run.refit(0)
     prompt = run.source.probe_ids[:10].tolist()
-    await replica.ask(prompt, 900)
+    await replica.ask(prompt, LONG)
     await replica.expect("generating")
     weights[1] = run.source.train()
     assert (await run.refit(1)).verified == ("a",)

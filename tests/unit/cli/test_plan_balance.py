@@ -75,7 +75,10 @@ def test_prices_give_the_price_of_a_trained_token(config: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["{rollout_device: 2}", "{rollout_device: 2, trainer_device: 3, gpu: 1}", "[1]"])
-def test_prices_that_say_something_else_are_refused(config: Path, tmp_path: Path, text: str) -> None:
+def test_prices_that_say_something_else_are_refused_at_once(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.delattr("headrace.cli.plan.advise")
     prices = tmp_path / "prices.yaml"
     prices.write_text(text)
     with pytest.raises(ConfigError, match=r"prices\.yaml"):

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 from pydantic import ValidationError
@@ -462,6 +463,14 @@ ENDLESS = {
 def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, marks: str, text: str, said: str) -> None:
     file.write_text(marks + text)
     assert said in refusal(file)
+
+
+def test_a_file_is_parsed_once_to_say_where_each_key_stands(file: Path) -> None:
+    file.write_text("grpo: {seed: 1}\nrun: {id: once}\n")
+    origin = examine(file).origin
+    with mock.patch.object(yaml_text, "_Loader", wraps=yaml_text._Loader) as parsed:
+        assert [origin(keys)[-3:] for keys in (("grpo", "seed"), ("run", "id"))] == [":1)", ":2)"]
+    assert parsed.call_count <= 1
 
 
 def test_an_interpolated_list_inside_text_is_refused(file: Path) -> None:

@@ -117,6 +117,22 @@ def test_paths_models_numbers_and_names_are_stored_as_they_are(tmp_path: Path, m
     assert (config.algorithm.seed, config.run.id, config.policy.model_name) == (7, "job-1", "models/job-1")
 
 
+@pytest.mark.parametrize(
+    "text", ["${${oc.env:HR_A}.model_name}", "${oc.select:${oc.env:HR_A}.model_name}", "${oc.decode:${oc.env:HR_B}}"]
+)
+def test_the_name_of_a_key_may_be_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("HR_A", "policy")
+    monkeypatch.setenv("HR_B", "${policy.model_name}")
+    config = loaded(tmp_path, "", f"run.id={text}", "policy.model_name=job-1")
+    assert config.run.id == "job-1"
+
+
+def test_a_section_may_be_given_by_its_name(tmp_path: Path) -> None:
+    given = "policy.tokenizer.chat_template_kwargs={of: '${logger.wandb}'}"
+    config = loaded(tmp_path, "", given, "logger.wandb.project=mine")
+    assert config.policy.tokenizer.chat_template_kwargs == {"of": config.logger.wandb.model_dump()}
+
+
 def test_without_the_variable_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "saved.yaml").write_text(dump(loaded(tmp_path, project("${oc.env:HR_SECRET}"))))
     monkeypatch.delenv("HR_SECRET")

@@ -162,6 +162,27 @@ def test_the_origin_of_a_trajectory_says_who_wrote_and_scored_it() -> None:
     )
 
 
+@pytest.mark.timeout(60)  # where each turn is compared with each writer and version, it takes many minutes
+def test_many_turns_writers_and_versions_have_their_origins() -> None:
+    each = [(number, number + 1) for number in range(2000)]
+    trajectory = Trajectory(
+        group_id="g",
+        attempt=0,
+        index=0,
+        prompt_token_ids=np.zeros(1, np.int32),
+        completion_token_ids=np.zeros(2000, np.int32),
+        logprobs=np.zeros(2000, np.float32),
+        loss_mask=np.ones(2000, np.uint8),
+        spans=tuple(Span(start, start, end) for start, end in each),
+        finish_reason="stop",
+        text="",
+        replica="r",
+        turns=tuple(each),
+        writers=tuple((f"r{start}", start, end) for start, end in each),
+    )
+    assert trace_origin(trajectory, None).ranges == tuple(TokenRange(s, e, f"r{s}", s) for s, e in each)
+
+
 def test_what_is_written_during_a_flush_is_flushed_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lineage, flushed = LineageWriter(tmp_path, "one"), []
 
