@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.records.trajectory import Message
-from headrace_services.agents.json_values import has_too_many_values
+
+from .json_values import has_too_many_values
 
 
 def prefixes(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:

@@ -17,9 +17,10 @@ import msgspec
 
 from headrace.base.errors import HeadraceError
 from headrace.records.trajectory import JSON_DEPTH, Message
-from headrace_services.agents import conversation
-from headrace_services.agents.json_values import MOST_VALUES, has_too_many_values
-from headrace_services.agents.session import CallRequest, Refused, SessionCall
+
+from . import conversation
+from .json_values import MOST_VALUES, has_too_many_values
+from .session import CallRequest, Refused, SessionCall
 
 TRAIN_HEADER = "x-headrace-train"
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-headrace-retry-count")

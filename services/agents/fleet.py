@@ -22,8 +22,9 @@ from headrace.base.tasks import cancel
 from headrace.net.replica_client import ReplicaFenced, ReplicaUnavailable, Sampled, SampleRequest
 from headrace.records.trajectory import Message
 from headrace.replay import Replica
-from headrace_services.agents import metrics
-from headrace_services.agents.decisions import Candidate, choose
+
+from . import metrics
+from .decisions import Candidate, choose
 
 log = logging.getLogger(__name__)
 

@@ -35,12 +35,13 @@ from starlette.requests import ClientDisconnect
 
 from headrace.base.printable import EPISODE_KEY
 from headrace.net.service import read_body
-from headrace_services.agents import dialect, metrics
-from headrace_services.agents.dialect import ApiProblem, BadRequest, ChatRequest
-from headrace_services.agents.fleet import CallFailed
-from headrace_services.agents.json_values import may_have_many_values
-from headrace_services.agents.running_episode import OpenEpisode
-from headrace_services.agents.session import Refused, SessionCall
+
+from . import dialect, metrics
+from .dialect import ApiProblem, BadRequest, ChatRequest
+from .fleet import CallFailed
+from .json_values import may_have_many_values
+from .running_episode import OpenEpisode
+from .session import Refused, SessionCall
 
 log = logging.getLogger(__name__)
 

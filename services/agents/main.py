@@ -21,10 +21,11 @@ from headrace.net.http_access import HttpAccess, names_in
 from headrace.net.replica_client import ROLE, ReplicaClient
 from headrace.net.service import bind, create_app, hide_from_user, serve_http, serve_openly, stop_on_signals
 from headrace.replay import ReplayClient
-from headrace_services.agents.fleet import Fleet, RunClock
-from headrace_services.agents.gateway import Gateway, build_app
-from headrace_services.agents.program_starter import hub_programs
-from headrace_services.agents.runner import EpisodeRunner
+
+from .fleet import Fleet, RunClock
+from .gateway import Gateway, build_app
+from .program_starter import hub_programs
+from .runner import EpisodeRunner
 
 _log = logging.getLogger("headrace.agents")
 _CONNECT_S = 10.0

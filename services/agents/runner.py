@@ -38,13 +38,14 @@ from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Call, Lane, artifacts_bytes, episode_record
 from headrace.replay import BufferRetry, Lease, ReplayClient
 from headrace.replay.leases import leave, take_turn, wait_for_work
-from headrace_services.agents import decisions, metrics
-from headrace_services.agents.decisions import Outcome
-from headrace_services.agents.fleet import Fleet
-from headrace_services.agents.gateway import Gateway
-from headrace_services.agents.program_starter import ProgramApi
-from headrace_services.agents.running_episode import OpenEpisode
-from headrace_services.agents.session import Clocks, SessionLimits, SessionSummary
+
+from . import decisions, metrics
+from .decisions import Outcome
+from .fleet import Fleet
+from .gateway import Gateway
+from .program_starter import ProgramApi
+from .running_episode import OpenEpisode
+from .session import Clocks, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)
 

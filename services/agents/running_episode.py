@@ -19,10 +19,11 @@ from headrace.net import tracing
 from headrace.net.replica_client import RenderRefused, SampleRequest
 from headrace.records.trajectory import Call
 from headrace.replay import Lease
-from headrace_services.agents import metrics
-from headrace_services.agents.dialect import BadRequest, ChatRequest
-from headrace_services.agents.fleet import CallFailed, Fleet
-from headrace_services.agents.session import Clocks, Refused, Session, SessionCall, SessionLimits, SessionSummary
+
+from . import metrics
+from .dialect import BadRequest, ChatRequest
+from .fleet import CallFailed, Fleet
+from .session import Clocks, Refused, Session, SessionCall, SessionLimits, SessionSummary
 
 log = logging.getLogger(__name__)
 

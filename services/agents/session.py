@@ -33,7 +33,8 @@ import numpy.typing as npt
 from headrace.base.errors import HeadraceError
 from headrace.net.replica_client import Sampled
 from headrace.records.trajectory import Call, Message
-from headrace_services.agents import conversation
+
+from . import conversation
 
 Tokens = npt.NDArray[np.int32]
 # The most that a record takes besides its tokens, spans and messages: names, numbers, times.

@@ -45,7 +45,8 @@ from headrace.base.errors import (
     WeightChannelTimeout,
 )
 from headrace.net.service import bind
-from headrace_services.refit.backends import Backend
+
+from .backends import Backend
 
 log = logging.getLogger(__name__)
 

@@ -39,12 +39,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
-from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank
-from headrace_services.refit.manifest import ADAPTER, Manifest
-from headrace_services.refit.proof import AdapterProof, WeightProof
-from headrace_services.refit.receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted, WatchedStates
-from headrace_services.refit.state_watch import StateWatch, find_layers
-from headrace_services.refit.transfer import ReceivedTensor, read, receive
+
+from .channel import Channel, ClosedChannels, GroupRank
+from .manifest import ADAPTER, Manifest
+from .proof import AdapterProof, WeightProof
+from .receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted, WatchedStates
+from .state_watch import StateWatch, find_layers
+from .transfer import ReceivedTensor, read, receive
 
 logger = logging.getLogger(__name__)
 

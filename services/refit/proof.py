@@ -23,8 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.errors import WeightChannelError
-from headrace_services.refit.checksum import checksum
-from headrace_services.refit.transfer import ReceivedTensor
+
+from .checksum import checksum
+from .transfer import ReceivedTensor
 
 # Columns of a packed matrix to read back, different ones in each update. They are adjacent, because reading one from memory reads the next
 # as well. A matrix is packed as a whole, so an old copy is old in all its columns.

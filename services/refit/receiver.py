@@ -20,8 +20,9 @@ from headrace.base.errors import CodecError, Fenced, Restartable, WeightChannelE
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, RefitVerdict, ReplayClient
-from headrace_services.refit.rendezvous import Announcement, Pulled, Rendezvous, decode_rendezvous
-from headrace_services.refit.states import Sketches, first_difference
+
+from .rendezvous import Announcement, Pulled, Rendezvous, decode_rendezvous
+from .states import Sketches, first_difference
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.base.errors import CodecError
-from headrace_services.refit.backends import Backend
-from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.states import StateReference
+
+from .backends import Backend
+from .manifest import Manifest
+from .states import StateReference
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 

@@ -40,14 +40,15 @@ from headrace.config import Config
 from headrace.net import tracing
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, ReplayClient
-from headrace_services.refit import membership, nccl
-from headrace_services.refit.backends import Backend, Backends, nccl_problem
-from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore
-from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.probe import Differences, rollout_dtype, tolerance
-from headrace_services.refit.rendezvous import Announcement, Rendezvous
-from headrace_services.refit.states import StateReference
-from headrace_services.refit.transfer import send
+
+from . import membership, nccl
+from .backends import Backend, Backends, nccl_problem
+from .channel import Channel, ClosedChannels, GroupRank, RendezvousStore
+from .manifest import Manifest
+from .probe import Differences, rollout_dtype, tolerance
+from .rendezvous import Announcement, Rendezvous
+from .states import StateReference
+from .transfer import send
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from headrace_services.refit.states import Sketches, choose_places, sketch
+from .states import Sketches, choose_places, sketch
 
 
 class StateWatch:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from headrace.base.errors import WeightChannelError
-from headrace_services.refit.channel import Channel
-from headrace_services.refit.checksum import checksum
-from headrace_services.refit.manifest import Bucket, Manifest
+
+from .channel import Channel
+from .checksum import checksum
+from .manifest import Bucket, Manifest
 
 
 class ReceivedTensor(NamedTuple):

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from headrace.net.credentials import REDIS_ROLES
 from headrace.replay.client import CURRENT_RUN
 from headrace.replay.connection import function_name
-from headrace_services.replay import library
+
+from . import library
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ from headrace.base.parent import admit, reservations
 from headrace.config import Config
 from headrace.net.credentials import REDIS_ROLES, load_credentials, login, write
 from headrace.replay.connection import keeping_cancellation
-from headrace_services.replay import acl
+
+from . import acl
 
 _log = logging.getLogger("headrace.replay")
 _STOP_S, _REPAIR_S = 10.0, 600.0

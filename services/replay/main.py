@@ -25,12 +25,13 @@ from headrace.replay.connection import BufferConnection, hide_password, keeping_
 from headrace.replay.records import trouble_of
 from headrace.run.lineage import FOLDER, LineageFiles
 from headrace.run.replicas_wanted import ReplicasWanted
-from headrace_services.replay import library
-from headrace_services.replay.aof import AofRewrites
-from headrace_services.replay.embedded import EmbeddedServer
-from headrace_services.replay.gauges import BufferGauges, LatestStats
-from headrace_services.replay.http import build_app
-from headrace_services.replay.scorer import run_scorer
+
+from . import library
+from .aof import AofRewrites
+from .embedded import EmbeddedServer
+from .gauges import BufferGauges, LatestStats
+from .http import build_app
+from .scorer import run_scorer
 
 _log = logging.getLogger("headrace.replay")
 # give up on an embedded server that ends this many times within a minute

@@ -35,7 +35,8 @@ from headrace.run.samples import failed_record
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
 from headrace.v1.trajectory_pb2 import Trajectory
-from headrace_services.replay.in_flight import LARGEST_BATCH, InFlightLimit
+
+from .in_flight import LARGEST_BATCH, InFlightLimit
 
 _log = logging.getLogger("headrace.scorer")
 

@@ -10,7 +10,8 @@ import msgspec
 from headrace.env.environment import check_range
 from headrace.env.wire import bounds, check_result, outcome_from_wire, outcome_to_wire
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
-from headrace_services.reward.backend import Results, Trajectories
+
+from .backend import Results, Trajectories
 
 
 def check_results(

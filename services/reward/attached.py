@@ -14,8 +14,9 @@ from headrace.env.flow import Flow
 from headrace.records.score import BUILD_BYTES
 from headrace.v1 import environment_pb2, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result
-from headrace_services.reward.backend import Described, Results, Trajectories
+
+from .answers import check_outcome, check_results, make_outcome, make_result
+from .backend import Described, Results, Trajectories
 
 _LARGEST_CAPACITY = 65536
 # How long a call waits in all for credit that is on its way, or for another process to take work that was lost. What doesn't begin by then

@@ -12,8 +12,9 @@ import msgspec
 
 from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError
-from headrace_services.reward.frames import LENGTH, Started
-from headrace_services.reward.sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
+
+from .frames import LENGTH, Started
+from .sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
 
 _log = logging.getLogger("headrace.reward")
 # the pause after a restart that failed, and the longest one

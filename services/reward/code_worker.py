@@ -30,8 +30,9 @@ from typing import NoReturn
 import msgspec
 
 from headrace.base.parent import die_with_parent
-from headrace_services.reward import sandbox_kernel as kernel
-from headrace_services.reward.frames import read_frame, write_frame
+
+from . import sandbox_kernel as kernel
+from .frames import read_frame, write_frame
 
 PYTHON = [os.path.realpath(sys.executable), "-I", "-S", "-B"]  # with only the standard library
 FOLDER = Path("/tmp")

@@ -13,7 +13,8 @@ from headrace.env.wire import score_from_wire, score_to_wire
 from headrace.records.score import Score, Status
 from headrace.v1 import environment_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import (
+
+from .backend import (
     Described,
     EnvironmentBackend,
     Results,
@@ -21,7 +22,7 @@ from headrace_services.reward.backend import (
     does_not_apply,
     score_as,
 )
-from headrace_services.reward.environment_build import compute_build
+from .environment_build import compute_build
 
 # If parts fail in several ways, the completion fails in the first of these: final failures before those that may be retried, and failures
 # that cost an attempt before those that don't.

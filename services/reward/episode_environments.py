@@ -8,8 +8,9 @@ from typing import Protocol
 
 from headrace.config.environments import EpisodicConfig
 from headrace.v1 import episode_pb2, trajectory_pb2
-from headrace_services.reward.answers import make_outcome, make_result
-from headrace_services.reward.backend import (
+
+from .answers import make_outcome, make_result
+from .backend import (
     Described,
     EnvironmentBackend,
     Results,

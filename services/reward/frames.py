@@ -13,7 +13,8 @@ from typing import IO, TypeVar
 import msgspec
 
 from headrace.base.parent import die_with_parent
-from headrace_services.reward.sandbox import Level
+
+from .sandbox import Level
 
 LENGTH = struct.Struct(">I")
 

@@ -16,10 +16,11 @@ from headrace.env.verifiers.program import LOAD_S
 from headrace.net import rpc
 from headrace.v1 import episode_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import Described, Results, Trajectories
-from headrace_services.reward.child_process import ChildProcess
-from headrace_services.reward.function_process import FunctionSpecification
-from headrace_services.reward.served import ServedBackend
+
+from .backend import Described, Results, Trajectories
+from .child_process import ChildProcess
+from .function_process import FunctionSpecification
+from .served import ServedBackend
 
 
 class FunctionProcess(ChildProcess):

@@ -20,7 +20,8 @@ from headrace.env.environment import Environment
 from headrace.env.program_function import load
 from headrace.env.server import serving
 from headrace.env.verifiers.program import playing
-from headrace_services.reward.frames import HubPipes, Started
+
+from .frames import HubPipes, Started
 
 
 class FunctionSpecification(msgspec.Struct):

@@ -9,7 +9,8 @@ from headrace.env.environment import Environment, Sample
 from headrace.env.server import BatchScorer
 from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import Described, Results, Trajectories
+
+from .backend import Described, Results, Trajectories
 
 
 class Hosted(Environment):

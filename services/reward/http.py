@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from headrace.net.service import create_app
-from headrace_services.reward.hub import EnvironmentReport, Hub
+
+from .hub import EnvironmentReport, Hub
 
 
 def build_app(hub: Hub) -> FastAPI:

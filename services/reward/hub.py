@@ -19,9 +19,10 @@ from headrace.net import rpc, tracing
 from headrace.v1 import episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
 from headrace.v1 import reward_pb2_grpc as pb_grpc
-from headrace_services.reward.answers import make_outcome
-from headrace_services.reward.attached import AttachedBackend, AttachedStream
-from headrace_services.reward.backend import (
+
+from .answers import make_outcome
+from .attached import AttachedBackend, AttachedStream
+from .backend import (
     EnvironmentBackend,
     Results,
     RunsEpisodes,
@@ -30,7 +31,7 @@ from headrace_services.reward.backend import (
     plain_status,
     score_metered,
 )
-from headrace_services.reward.recent import RecentResults
+from .recent import RecentResults
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,11 +25,12 @@ from headrace.env.environment import Sample
 from headrace.env.kit.example_samples import read_labels
 from headrace.env.source_build import digest_texts
 from headrace.records.score import Score
-from headrace_services.reward.environment_build import compute_build
-from headrace_services.reward.environments.base import score_truncated
-from headrace_services.reward.hosted import Hosted
-from headrace_services.reward.judge.asking import Judges, Late, NotNow, VerdictStore
-from headrace_services.reward.judge.calibration import (
+
+from .environment_build import compute_build
+from .environments.base import score_truncated
+from .hosted import Hosted
+from .judge.asking import Judges, Late, NotNow, VerdictStore
+from .judge.calibration import (
     Calibration,
     Judged,
     find_refusal,
@@ -38,10 +39,10 @@ from headrace_services.reward.judge.calibration import (
     measure,
     measure_order,
 )
-from headrace_services.reward.judge.comparison import in_order, pairs_with
-from headrace_services.reward.judge.questions import Question, ask_about, ask_to_compare, reference_of
-from headrace_services.reward.judge.template import JudgeTemplate, TemplateFails, check_template
-from headrace_services.reward.judge.verdicts import SAID, NoVerdict, Scale, Verdict, compute_agreement, compute_reward
+from .judge.comparison import in_order, pairs_with
+from .judge.questions import Question, ask_about, ask_to_compare, reference_of
+from .judge.template import JudgeTemplate, TemplateFails, check_template
+from .judge.verdicts import SAID, NoVerdict, Scale, Verdict, compute_agreement, compute_reward
 
 _log = logging.getLogger("headrace.reward")
 # Characters of all reasons that the metadata of a score keeps.

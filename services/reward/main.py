@@ -27,18 +27,19 @@ from headrace.net.credentials import load_credentials
 from headrace.net.http_access import HttpAccess
 from headrace.net.service import bind, hide_from_user, serve_http, stop_on_signals
 from headrace.v1 import reward_pb2_grpc
-from headrace_services.reward.attached import AttachedBackend
-from headrace_services.reward.backend import EnvironmentBackend
-from headrace_services.reward.combine import CombineBackend
-from headrace_services.reward.episode_environments import EpisodeBackend
-from headrace_services.reward.function_backend import FunctionBackend
-from headrace_services.reward.hosted import Hosted, HostedBackend
-from headrace_services.reward.http import build_app
-from headrace_services.reward.hub import Hub
-from headrace_services.reward.pool import WorkerPool
-from headrace_services.reward.reward_model import RewardModel
-from headrace_services.reward.sandboxed import SandboxedBackend
-from headrace_services.reward.served import ServedBackend
+
+from .attached import AttachedBackend
+from .backend import EnvironmentBackend
+from .combine import CombineBackend
+from .episode_environments import EpisodeBackend
+from .function_backend import FunctionBackend
+from .hosted import Hosted, HostedBackend
+from .http import build_app
+from .hub import Hub
+from .pool import WorkerPool
+from .reward_model import RewardModel
+from .sandboxed import SandboxedBackend
+from .served import ServedBackend
 
 _log = logging.getLogger("headrace.reward")
 _GRACE_S = 2.0
@@ -148,8 +149,8 @@ def make_hosted(name: str, env: LLMJudgeConfig | RewardModelConfig, config: Conf
     if isinstance(env, RewardModelConfig):
         return RewardModel(name, env)
     # numpy and jinja2 are a fifth of what a hub takes to start
-    from headrace_services.reward.judge.asking import VerdictStore
-    from headrace_services.reward.llm_judge import LLMJudge
+    from .judge.asking import VerdictStore
+    from .llm_judge import LLMJudge
 
     if config.run.id is None:
         return LLMJudge(name, env, VerdictStore(None))

@@ -18,8 +18,9 @@ import msgspec
 
 from headrace.config.environments import RewardModelConfig
 from headrace.records.trajectory import apply_template
-from headrace_services.reward.environment_build import compute_build, read_version
-from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
+
+from .environment_build import compute_build, read_version
+from .frames import HubPipes, Started, read_frame, write_frame
 
 
 class ModelSpecification(msgspec.Struct):

@@ -22,10 +22,11 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig, SandboxedConfig
 from headrace.env.wire import check_result
 from headrace.v1 import trajectory_pb2 as pb
-from headrace_services.reward.child_process import ChildProcess
-from headrace_services.reward.free_memory import free_memory
-from headrace_services.reward.sandbox import MAX_RESULT_BYTES, NAMESPACE_SETTINGS, Level, SandboxDenied
-from headrace_services.reward.scoring_worker import Answer, ScoreRequest, Specification
+
+from .child_process import ChildProcess
+from .free_memory import free_memory
+from .sandbox import MAX_RESULT_BYTES, NAMESPACE_SETTINGS, Level, SandboxDenied
+from .scoring_worker import Answer, ScoreRequest, Specification
 
 _log = logging.getLogger("headrace.reward")
 # A worker itself kills a child that is late. A worker that doesn't answer within this much more time hangs.

@@ -15,10 +15,11 @@ from headrace.base.tasks import cancel
 from headrace.config.environments import RewardModelConfig
 from headrace.env.environment import Sample
 from headrace.records.score import Score
-from headrace_services.reward.child_process import ChildProcess
-from headrace_services.reward.environments.base import score_truncated
-from headrace_services.reward.hosted import Hosted
-from headrace_services.reward.model_process import Answer, Conversation, ModelSpecification
+
+from .child_process import ChildProcess
+from .environments.base import score_truncated
+from .hosted import Hosted
+from .model_process import Answer, Conversation, ModelSpecification
 
 _ANSWERS = msgspec.msgpack.Decoder(list[Answer])
 

@@ -28,7 +28,8 @@ from typing import NoReturn
 import headrace
 from headrace.base.errors import ServiceError
 from headrace.base.parent import die_with_parent
-from headrace_services.reward import sandbox_kernel as kernel
+
+from . import sandbox_kernel as kernel
 
 MAX_RESULT_BYTES = 64 * 1024
 # What allows unprivileged user namespaces on the usual distributions.

@@ -7,8 +7,9 @@ import asyncio
 from headrace.config.environments import CodeConfig, SandboxedConfig
 from headrace.v1 import environment_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.backend import Described, Results, Trajectories
-from headrace_services.reward.pool import WorkerPool
+
+from .backend import Described, Results, Trajectories
+from .pool import WorkerPool
 
 # Trajectories of a built-in environment per worker, including the one that it is scoring.
 _AHEAD_OF_A_WORKER = 16

@@ -27,11 +27,12 @@ from headrace.env.wire import sample_from_wire, score_to_wire
 from headrace.net.service import importing
 from headrace.records.score import Score
 from headrace.v1 import trajectory_pb2 as pb
-from headrace_services.reward.environments import make
-from headrace_services.reward.environments.base import Observation, SandboxedEnvironment, Wait
-from headrace_services.reward.environments.code import refusal
-from headrace_services.reward.frames import HubPipes, Started, read_frame, write_frame
-from headrace_services.reward.sandbox import ChildFailed, Level, Sandbox, SandboxDenied
+
+from .environments import make
+from .environments.base import Observation, SandboxedEnvironment, Wait
+from .environments.code import refusal
+from .frames import HubPipes, Started, read_frame, write_frame
+from .sandbox import ChildFailed, Level, Sandbox, SandboxDenied
 
 Make = Callable[[str, SandboxedConfig], SandboxedEnvironment[Any]]
 _LEAST_S = 1.0  # a judge's minimum time, however long `observe` took

@@ -16,8 +16,9 @@ from headrace.net import rpc, tracing
 from headrace.net.credentials import Credentials
 from headrace.v1 import environment_pb2, environment_pb2_grpc, episode_pb2, trajectory_pb2
 from headrace.v1 import reward_pb2 as pb
-from headrace_services.reward.answers import check_outcome, check_results, make_outcome, make_result
-from headrace_services.reward.backend import Described, Results, Trajectories
+
+from .answers import check_outcome, check_results, make_outcome, make_result
+from .backend import Described, Results, Trajectories
 
 _DESCRIBE_TIMEOUT_S = 1.0
 # How long an episode waits for another one to end. Its runner's deadlines run meanwhile.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from headrace.net.replica_client import RenderRefused, SampleRequest, StopReason
 from headrace.records.trajectory import FinishReason, Span
-from headrace_services.rollout.generate import (
+
+from .generate import (
     GenerationError,
     make_spans,
     merge_spans,

@@ -18,7 +18,8 @@ from headrace.base.repeats import Repeats
 from headrace.config import Config
 from headrace.net.replica_client import RenderRefused, RenderRequest, StopReason
 from headrace.records.trajectory import FinishReason, Message
-from headrace_services.rollout.generate import detokenize
+
+from .generate import detokenize
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -24,12 +24,13 @@ from headrace.base.scratch import scratch_folder
 from headrace.config import Config, threads
 from headrace.config.policy import ENGINE_DIMS
 from headrace.net.service import importing
-from headrace_services.refit import nccl, receiver
-from headrace_services.refit.probe import rollout_dtype
-from headrace_services.rollout import child
-from headrace_services.rollout.chat_format import register_parsers
-from headrace_services.rollout.engine_stats import stat_logger
-from headrace_services.rollout.sequence_slots import PROBE_SLOTS
+
+from ..refit import nccl, receiver
+from ..refit.probe import rollout_dtype
+from . import child
+from .chat_format import register_parsers
+from .engine_stats import stat_logger
+from .sequence_slots import PROBE_SLOTS
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

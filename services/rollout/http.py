@@ -29,13 +29,14 @@ from headrace.net.replica_client import (
     SampleRequest,
 )
 from headrace.net.service import create_app, problems, read_body
-from headrace_services.rollout import peers
-from headrace_services.rollout.chat_format import ChatFormat, Written
-from headrace_services.rollout.engine_stats import EngineStats
-from headrace_services.rollout.generate import GenerationError
-from headrace_services.rollout.pulling import Puller
-from headrace_services.rollout.sequence_slots import SequenceSlots
-from headrace_services.rollout.worker import RolloutWorker
+
+from . import peers
+from .chat_format import ChatFormat, Written
+from .engine_stats import EngineStats
+from .generate import GenerationError
+from .pulling import Puller
+from .sequence_slots import SequenceSlots
+from .worker import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -24,12 +24,13 @@ from headrace.net.http_access import HttpAccess
 from headrace.net.replica_client import PATHS, ROLE
 from headrace.net.service import bind, exported, serve_http, stop_on_signals, stop_signals
 from headrace.replay import ReplayClient
-from headrace_services.rollout import peers
-from headrace_services.rollout.announcement import announced
-from headrace_services.rollout.engine import describe, running_engine
-from headrace_services.rollout.http import RolloutMetrics, build_app
-from headrace_services.rollout.pulling import Puller
-from headrace_services.rollout.worker import RolloutWorker
+
+from . import peers
+from .announcement import announced
+from .engine import describe, running_engine
+from .http import RolloutMetrics, build_app
+from .pulling import Puller
+from .worker import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -27,9 +27,10 @@ from headrace.config import Config
 from headrace.replay import Epoch, ReplayClient
 from headrace.run.object_store import RunStore, check_package
 from headrace.run.weight_store import NotBegun, PulledWeights
-from headrace_services.refit.manifest import Manifest
-from headrace_services.refit.rendezvous import Offer, Pulled
-from headrace_services.rollout.peers import AskedPeer, Peers, Served
+
+from ..refit.manifest import Manifest
+from ..refit.rendezvous import Offer, Pulled
+from .peers import AskedPeer, Peers, Served
 
 T = TypeVar("T")
 

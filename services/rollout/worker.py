@@ -26,10 +26,11 @@ from headrace.net.replica_client import RenderRefused, ReplicaFenced, Sampled, S
 from headrace.records.trajectory import Trajectory
 from headrace.replay import BufferRetry, Epoch, HeartbeatReply, Lease, ReplayClient, ReplicaState
 from headrace.replay.leases import leave, take_turn, wait_for_work
-from headrace_services.refit.receiver import WeightReceiver
-from headrace_services.rollout import decisions
-from headrace_services.rollout.calls import check_request, complete
-from headrace_services.rollout.decisions import (
+
+from ..refit.receiver import WeightReceiver
+from . import decisions
+from .calls import check_request, complete
+from .decisions import (
     Abort,
     Acknowledge,
     Action,
@@ -39,7 +40,7 @@ from headrace_services.rollout.decisions import (
     TakePart,
     WorkerState,
 )
-from headrace_services.rollout.generate import (
+from .generate import (
     GenerationError,
     RequestAborted,
     Saver,
@@ -48,9 +49,9 @@ from headrace_services.rollout.generate import (
     request_id,
     sampled_tokens,
 )
-from headrace_services.rollout.progress import Progress
-from headrace_services.rollout.pulling import Puller
-from headrace_services.rollout.sequence_slots import SequenceSlots
+from .progress import Progress
+from .pulling import Puller
+from .sequence_slots import SequenceSlots
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -27,23 +27,24 @@ from headrace.run.checkpoints import list_set_aside
 from headrace.run.journal import JOURNAL, Journal, list_retries
 from headrace.run.lineage import FOLDER
 from headrace.run.prompt_counts import PromptRecord
-from headrace_services.trainer.control.context import Dependencies, Readiness, TrainerContext
-from headrace_services.trainer.control.feeder import Feeder
-from headrace_services.trainer.control.history_writer import HistoryWriter
-from headrace_services.trainer.control.lineage_writer import LineageWriter
-from headrace_services.trainer.control.loop import Loop
-from headrace_services.trainer.control.offers import Offers
-from headrace_services.trainer.control.rank import LeadRank, TrainerRank, dismiss, follow
-from headrace_services.trainer.control.resume import check_prompts, resume
-from headrace_services.trainer.control.snapshots import Snapshots
-from headrace_services.trainer.data import Prompts
-from headrace_services.trainer.distributed.ranks import Ranks, join_ranks, place_on_host
-from headrace_services.trainer.memory.fit import check_device
-from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer
-from headrace_services.trainer.telemetry.http import Gauges, build_app
-from headrace_services.trainer.telemetry.now_writer import NowWriter
-from headrace_services.trainer.telemetry.telemetry import Telemetry
-from headrace_services.trainer.telemetry.throughput import ThroughputMeter
+
+from .control.context import Dependencies, Readiness, TrainerContext
+from .control.feeder import Feeder
+from .control.history_writer import HistoryWriter
+from .control.lineage_writer import LineageWriter
+from .control.loop import Loop
+from .control.offers import Offers
+from .control.rank import LeadRank, TrainerRank, dismiss, follow
+from .control.resume import check_prompts, resume
+from .control.snapshots import Snapshots
+from .data import Prompts
+from .distributed.ranks import Ranks, join_ranks, place_on_host
+from .memory.fit import check_device
+from .network.policy_model import check_refit, load_tokenizer
+from .telemetry.http import Gauges, build_app
+from .telemetry.now_writer import NowWriter
+from .telemetry.telemetry import Telemetry
+from .telemetry.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from headrace.config import Config
 from headrace.config.keys import Keys
 from headrace.run.metric_names import METRIC_SECTIONS, unknown
-from headrace_services.trainer.control.checkpoint import Checkpoints
-from headrace_services.trainer.control.resume import check_prompts
-from headrace_services.trainer.data import Prompts, digest_problems, load_problems
-from headrace_services.trainer.data.problems import look_at
-from headrace_services.trainer.data.sources import describe_columns, on_the_hub
+
+from .control.checkpoint import Checkpoints
+from .control.resume import check_prompts
+from .data import Prompts, digest_problems, load_problems
+from .data.problems import look_at
+from .data.sources import describe_columns, on_the_hub
 
 # Metrics of `train:` that a checkpoint has.
 _OF_A_STEP = ("reward",)
@@ -81,7 +82,7 @@ def count(config: Config, say: Callable[[str], None]) -> tuple[list[str], list[s
                 f"the prompts are not counted: {key} {name} is a data set of the Hugging Face Hub, read when the run starts"
             ]
     try:
-        from headrace_services.trainer.network.policy_model import check_refit, load_tokenizer  # imports torch
+        from .network.policy_model import check_refit, load_tokenizer  # imports torch
     except ModuleNotFoundError as error:
         return [], [
             f"the prompts are not counted, because the package {error.name!r} is missing: pip install 'headrace[trainer]'"

@@ -13,9 +13,10 @@ from headrace.config import Config
 from headrace.replay import ReplayClient, Reservation
 from headrace.run.journal import JOURNAL, Line, read_journal, surviving
 from headrace.run.lineage import FOLDER, LineageFiles
-from headrace_services.trainer.control.checkpoint import Checkpoints
-from headrace_services.trainer.control.rank import TrainerRank, check_reservation
-from headrace_services.trainer.distributed.ranks import Ranks
+
+from .control.checkpoint import Checkpoints
+from .control.rank import TrainerRank, check_reservation
+from .distributed.ranks import Ranks
 
 COMPARED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm", "reward")
 # Differences are relative to the logged value, but at least to this: the loss of an on-policy step is about 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ABSOLUTE = re.compile(r"^ *(?:from|import) (?:headrace_)?services\b.*", re.MULTILINE)
 HEAVY = {"torch", "vllm", "transformers", "headrace_services"}
 # What an environment has no use for: the servers, the buffer's client, the command line, and the configuration.
 NOT_FOR_ENVIRONMENTS = {
@@ -118,6 +120,12 @@ def test_checking_an_environment_needs_the_base_package_alone() -> None:
 def test_what_pytest_loads_of_us_in_every_session_is_the_sdk() -> None:
     loaded = modules_after("import headrace.pytest_plugin")
     assert {module for module in loaded if module.startswith("headrace")} <= SDK | {"headrace.pytest_plugin"}
+
+
+def test_services_import_their_own_modules_relatively() -> None:
+    """So each import shows which folder it leads to, whatever name the package has where it is installed."""
+    files = [*(ROOT / "services").rglob("*.py")]
+    assert [(path.name, line) for path in files for line in ABSOLUTE.findall(path.read_text(encoding="utf-8"))] == []
 
 
 # Reading what they wrote can run anything. torch's checkpoints pickle their metadata.

@@ -15,7 +15,8 @@ from headrace.config.environments import (
     RepetitionConfig,
     SandboxedConfig,
 )
-from headrace_services.reward.environments.base import SandboxedEnvironment
+
+from .base import SandboxedEnvironment
 
 
 def make(name: str, env: SandboxedConfig) -> SandboxedEnvironment[Any]:
@@ -23,22 +24,22 @@ def make(name: str, env: SandboxedConfig) -> SandboxedEnvironment[Any]:
     if a library is not installed."""
     match env:
         case MathConfig():
-            from headrace_services.reward.environments.math import Math
+            from .math import Math
 
             return Math(name, env)
         case MathMultiRewardConfig():
-            from headrace_services.reward.environments.math_multi_reward import MathMultiReward
+            from .math_multi_reward import MathMultiReward
 
             return MathMultiReward(name, env)
         case ReasoningGymConfig():
-            from headrace_services.reward.environments.reasoning_gym import ReasoningGym
+            from .reasoning_gym import ReasoningGym
 
             return ReasoningGym(name, env)
         case CodeConfig():
-            from headrace_services.reward.environments.code import Code
+            from .code import Code
 
             return Code(name, env)
-    from headrace_services.reward.environments import text
+    from . import text
 
     match env:
         case RegexConfig():

@@ -10,7 +10,8 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import Extract, SandboxedConfig, ScoringConfig
 from headrace.env.environment import Environment, Sample
 from headrace.records.score import Score
-from headrace_services.reward.environment_build import compute_build
+
+from ..environment_build import compute_build
 
 # Commas may group digits, as in 1,234,567. A minus directly after a digit or letter is an operator ("5-3" ends in 3).
 _NUMBER = re.compile(r"(?<![\w.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|\d+(?:\.\d+)?")

@@ -21,17 +21,18 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import CodeConfig
 from headrace.env.environment import Sample
 from headrace.records.score import Score
-from headrace_services.reward.code_worker import PYTHON, ProgramResult, Run
-from headrace_services.reward.environments.base import (
+
+from ..code_worker import PYTHON, ProgramResult, Run
+from ..frames import read_frame, write_frame
+from ..sandbox import NAMESPACE_SETTINGS
+from ..spares import Spares
+from .base import (
     Observation,
     SandboxedEnvironment,
     Wait,
     extract_answer,
     shorten_answer,
 )
-from headrace_services.reward.frames import read_frame, write_frame
-from headrace_services.reward.sandbox import NAMESPACE_SETTINGS
-from headrace_services.reward.spares import Spares
 
 # Reads the function to call and its arguments from standard input, and writes the result to standard output. The program's own prints
 # don't reach that output.

@@ -14,8 +14,9 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import MathConfig
 from headrace.env.environment import Sample
 from headrace.records.score import Score
-from headrace_services.reward.environment_build import read_version
-from headrace_services.reward.environments.base import SandboxedEnvironment, choice, extract_answer, shorten_answer
+
+from ..environment_build import read_version
+from .base import SandboxedEnvironment, choice, extract_answer, shorten_answer
 
 _EXPECTED = (LatexExtractionConfig(),)
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})")

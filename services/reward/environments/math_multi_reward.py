@@ -7,7 +7,8 @@ import re
 from headrace.config.environments import MathMultiRewardConfig
 from headrace.env.environment import Sample
 from headrace.records.score import Score
-from headrace_services.reward.environments.base import SandboxedEnvironment, shorten_answer
+
+from .base import SandboxedEnvironment, shorten_answer
 
 _FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL)
 _NONE = {"correctness": 0.0, "format": 0.0, "integer": 0.0}

@@ -15,9 +15,10 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import ReasoningGymConfig
 from headrace.env.environment import Sample
 from headrace.records.score import Score
-from headrace_services.reward.environment_build import read_version
-from headrace_services.reward.environments.base import SandboxedEnvironment, extract_answer, shorten_answer
-from headrace_services.reward.environments.gym_answers import TASKS, acceptable, sound
+
+from ..environment_build import read_version
+from .base import SandboxedEnvironment, extract_answer, shorten_answer
+from .gym_answers import TASKS, acceptable, sound
 
 
 class ReasoningGym(SandboxedEnvironment[ReasoningGymConfig]):

@@ -7,7 +7,8 @@ import re
 from headrace.config.environments import FormatConfig, LengthConfig, RegexConfig, RepetitionConfig
 from headrace.env.environment import Sample
 from headrace.records.score import Score
-from headrace_services.reward.environments.base import SandboxedEnvironment, extract_answer, shorten_answer
+
+from .base import SandboxedEnvironment, extract_answer, shorten_answer
 
 
 class Regex(SandboxedEnvironment[RegexConfig]):

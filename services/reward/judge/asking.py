@@ -21,9 +21,10 @@ from headrace.base.http_client import AnswerTooLarge, HttpAnswer, HttpClient, No
 from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
 from headrace.config.environments import JudgeConfig, LLMJudgeConfig
-from headrace_services.reward.judge.questions import Question, make_request
-from headrace_services.reward.judge.template import JudgeTemplate
-from headrace_services.reward.judge.verdicts import (
+
+from .questions import Question, make_request
+from .template import JudgeTemplate
+from .verdicts import (
     NoVerdict,
     Scale,
     Usage,

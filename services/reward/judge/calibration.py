@@ -19,7 +19,8 @@ from headrace.config.environments import LLMJudgeConfig
 from headrace.env.environment import Sample
 from headrace.env.kit.example_samples import LabelledCompletion
 from headrace.records.score import Status
-from headrace_services.reward.judge.verdicts import Verdict
+
+from .verdicts import Verdict
 
 Values = npt.NDArray[np.float64]
 _DIGITS = 9  # what differs by less is rounding

@@ -10,8 +10,9 @@ from typing import Any
 
 from headrace.config.environments import JudgeConfig, LLMJudgeConfig
 from headrace.env.environment import Sample
-from headrace_services.reward.judge.template import JudgeTemplate, Own
-from headrace_services.reward.judge.verdicts import Kind, Scale
+
+from .template import JudgeTemplate, Own
+from .verdicts import Kind, Scale
 
 _AS_JSON = """\
 You judge {what}, by this rubric:

@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from headrace.base.errors import Restartable, ServiceError, WrongStep
-from headrace_services.trainer.control.checkpoint import CheckpointState
-from headrace_services.trainer.control.context import TrainerContext
+
+from .checkpoint import CheckpointState
+from .context import TrainerContext
 
 log = logging.getLogger(__name__)
 

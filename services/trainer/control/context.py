@@ -13,20 +13,21 @@ from headrace.config import Config
 from headrace.net.credentials import buffer_url
 from headrace.replay import BufferRetry, ReplayClient
 from headrace.run.journal import Journal
-from headrace_services.refit.sender import WeightSender
-from headrace_services.trainer.control.checkpoint import Checkpoints
-from headrace_services.trainer.control.feeder import Feeder
-from headrace_services.trainer.control.history_writer import HistoryWriter
-from headrace_services.trainer.control.lineage_writer import LineageWriter
-from headrace_services.trainer.control.offers import Offers
-from headrace_services.trainer.control.rank import LeadRank
-from headrace_services.trainer.control.snapshots import Snapshots
-from headrace_services.trainer.control.uploads import Uploads
-from headrace_services.trainer.data import Prompts
-from headrace_services.trainer.telemetry.http import Gauges
-from headrace_services.trainer.telemetry.now_writer import NowWriter
-from headrace_services.trainer.telemetry.telemetry import Telemetry
-from headrace_services.trainer.telemetry.throughput import ThroughputMeter
+
+from ...refit.sender import WeightSender
+from ..data import Prompts
+from ..telemetry.http import Gauges
+from ..telemetry.now_writer import NowWriter
+from ..telemetry.telemetry import Telemetry
+from ..telemetry.throughput import ThroughputMeter
+from .checkpoint import Checkpoints
+from .feeder import Feeder
+from .history_writer import HistoryWriter
+from .lineage_writer import LineageWriter
+from .offers import Offers
+from .rank import LeadRank
+from .snapshots import Snapshots
+from .uploads import Uploads
 
 T = TypeVar("T")
 

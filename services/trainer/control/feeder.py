@@ -16,7 +16,8 @@ from headrace.base.errors import WrongStep
 from headrace.config import Config
 from headrace.replay import BufferRetry, ReplayClient, RunState
 from headrace.run.journal import Journal, list_retries
-from headrace_services.trainer.data import Prompts
+
+from ..data import Prompts
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Replica, frequent
-from headrace_services.refit.probe import (
+
+from ...refit.probe import (
     Differences,
     choose_token_ids,
     differences,
@@ -23,12 +24,12 @@ from headrace_services.refit.probe import (
     tolerance,
     unseen_window,
 )
-from headrace_services.trainer.control import decisions
-from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.control.decisions import Backoff
-from headrace_services.trainer.control.rank import Weights
-from headrace_services.trainer.telemetry import alarm
-from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement
+from ..telemetry import alarm
+from ..telemetry.alarm import ReplicaDisagreement
+from . import decisions
+from .context import TrainerContext
+from .decisions import Backoff
+from .rank import Weights
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,9 @@ from headrace.run.group_files import (
     write_file,
 )
 from headrace.run.samples import find_expected, write_prompt
-from headrace_services.trainer.control.group_spans import FIELDS, GroupSpans
-from headrace_services.trainer.data import Problem
+
+from ..data import Problem
+from .group_spans import FIELDS, GroupSpans
 
 log = logging.getLogger(__name__)
 

@@ -28,17 +28,18 @@ from headrace.replay import End, Replica, Reservation, RunState, Waiting
 from headrace.replay.base_client import BATCH
 from headrace.run.history import CURVES
 from headrace.run.journal import surviving
-from headrace_services.trainer.control import decisions
-from headrace_services.trainer.control.checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
-from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
-from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.control.decisions import Action, LoopState, Plan
-from headrace_services.trainer.control.fleet import Fleet
-from headrace_services.trainer.control.rank import Weights, check_reservation, shard_batch
-from headrace_services.trainer.control.recorder import Recorder, collect_builds
-from headrace_services.trainer.control.resume import ResumeState, has_lost_writes
-from headrace_services.trainer.control.validation import Validations
-from headrace_services.trainer.learning.batch import BatchRejected
+
+from ..learning.batch import BatchRejected
+from . import decisions
+from .checkpoint import ENDED, FAILURES, TRAINED, CheckpointState
+from .checkpoint_writer import CheckpointWriter
+from .context import TrainerContext
+from .decisions import Action, LoopState, Plan
+from .fleet import Fleet
+from .rank import Weights, check_reservation, shard_batch
+from .recorder import Recorder, collect_builds
+from .resume import ResumeState, has_lost_writes
+from .validation import Validations
 
 log = logging.getLogger(__name__)
 

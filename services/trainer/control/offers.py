@@ -24,16 +24,17 @@ from headrace.records.trajectory import Float32, Int32
 from headrace.replay import BufferRetry, ReplayClient, Replica
 from headrace.run.object_store import OFFERS, RunStore, StoreStatus, write_status
 from headrace.run.weight_store import PublishedWeights
-from headrace_services.refit.checksum import checksum
-from headrace_services.refit.probe import Differences
-from headrace_services.refit.rendezvous import Offer
-from headrace_services.refit.transfer import copy
+
+from ...refit.checksum import checksum
+from ...refit.probe import Differences
+from ...refit.rendezvous import Offer
+from ...refit.transfer import copy
 
 if TYPE_CHECKING:
     import torch
 
-    from headrace_services.refit.manifest import Manifest
-    from headrace_services.refit.sender import WeightSource
+    from ...refit.manifest import Manifest
+    from ...refit.sender import WeightSource
 
 log = logging.getLogger(__name__)
 

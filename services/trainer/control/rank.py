@@ -29,16 +29,17 @@ from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Float32, Group
 from headrace.replay import Reservation
 from headrace.run.checkpoints import find_change
-from headrace_services.refit.probe import rollout_dtype
-from headrace_services.refit.states import StateReference
-from headrace_services.trainer.control.snapshots import Snapshots
-from headrace_services.trainer.distributed.ranks import Ranks, place_on_host
-from headrace_services.trainer.learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
-from headrace_services.trainer.learning.learner import TRAINING, Learner
-from headrace_services.trainer.learning.optimizer import missing_parts
-from headrace_services.trainer.learning.step import train_step
-from headrace_services.trainer.telemetry.alarm import ReplicaDisagreement, error_by_replica, merge
-from headrace_services.trainer.telemetry.metrics import Extent, TrajectoryReport
+
+from ...refit.probe import rollout_dtype
+from ...refit.states import StateReference
+from ..distributed.ranks import Ranks, place_on_host
+from ..learning.batch import Batch, BatchRejected, check_invariants, gather, reject_any
+from ..learning.learner import TRAINING, Learner
+from ..learning.optimizer import missing_parts
+from ..learning.step import train_step
+from ..telemetry.alarm import ReplicaDisagreement, error_by_replica, merge
+from ..telemetry.metrics import Extent, TrajectoryReport
+from .snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 

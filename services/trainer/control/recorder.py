@@ -17,18 +17,19 @@ from headrace.run.checkpoints import find_published
 from headrace.run.collapse import CollapseDetector
 from headrace.run.headlines import alarms, build_changes
 from headrace.run.journal import Line
-from headrace_services.trainer.control import decisions
-from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.control.decisions import Action
-from headrace_services.trainer.control.rank import TrainedStep
-from headrace_services.trainer.telemetry.metrics import (
+
+from ..telemetry.metrics import (
     Extent,
     batch_metrics,
     episode_metrics,
     sampling_metrics,
     score_metrics,
 )
-from headrace_services.trainer.telemetry.throughput import StepTimes
+from ..telemetry.throughput import StepTimes
+from . import decisions
+from .context import TrainerContext
+from .decisions import Action
+from .rank import TrainedStep
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from pyroaring import BitMap
 
 from headrace.base.errors import ServiceError
 from headrace.replay import BufferRetry, Ended, ReplayClient, RunState
-from headrace_services.trainer.control.checkpoint import (
+
+from .checkpoint import (
     ENDED,
     FAILURES,
     TRAINED,

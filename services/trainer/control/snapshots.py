@@ -28,7 +28,8 @@ from headrace.base.files import fsync
 from headrace.config import Config
 from headrace.run import checkpoints as folders
 from headrace.run import snapshots
-from headrace_services.trainer.control.checkpoint import (
+
+from .checkpoint import (
     Checkpoints,
     CheckpointState,
     disk_errors,

@@ -30,7 +30,8 @@ from headrace.run import checkpoints, stored_run
 from headrace.run.checkpoints import Start, find_published
 from headrace.run.object_store import STATUS, Manifest, Owner, RunStore, StoreStatus, write_status
 from headrace.run.stored_run import Moved, is_of
-from headrace_services.trainer.control.checkpoint import select_superseded
+
+from .checkpoint import select_superseded
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,13 @@ from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, Evaluated, ReplayClient, Replica
 from headrace.run.headlines import accuracy_name
 from headrace.run.journal import Line
-from headrace_services.trainer.control.checkpoint_writer import CheckpointWriter
-from headrace_services.trainer.control.context import TrainerContext
-from headrace_services.trainer.control.decisions import Action, choose_validators, is_verified
-from headrace_services.trainer.control.recorder import Recorder
-from headrace_services.trainer.data import Problem
-from headrace_services.trainer.telemetry.metrics import score_metrics
+
+from ..data import Problem
+from ..telemetry.metrics import score_metrics
+from .checkpoint_writer import CheckpointWriter
+from .context import TrainerContext
+from .decisions import Action, choose_validators, is_verified
+from .recorder import Recorder
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The source of prompts: problems, their order, and the groups made from them."""
 
-from headrace_services.trainer.data.model_tokens import ModelTokens
-from headrace_services.trainer.data.problems import load_problems
-from headrace_services.trainer.data.prompts import (
+from .model_tokens import ModelTokens
+from .problems import load_problems
+from .prompts import (
     GroupBuilder,
     PromptOrder,
     Prompts,
@@ -10,7 +10,7 @@ from headrace_services.trainer.data.prompts import (
     digest_problems,
     spread,
 )
-from headrace_services.trainer.data.sources import HUB_DATASETS, Problem
+from .sources import HUB_DATASETS, Problem
 
 __all__ = [
     "HUB_DATASETS",

@@ -17,8 +17,9 @@ from headrace.base.errors import ConfigError, Problems
 from headrace.config.data import DataConfig, DataSourceConfig
 from headrace.config.environments import EnvConfig
 from headrace.records.trajectory import Message
-from headrace_services.trainer.data.faults import BadRow, Faults
-from headrace_services.trainer.data.sources import Problem, count_repeats, make_faults, on_the_hub, read
+
+from .faults import BadRow, Faults
+from .sources import Problem, count_repeats, make_faults, on_the_hub, read
 
 log = logging.getLogger(__name__)
 

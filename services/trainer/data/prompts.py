@@ -23,10 +23,11 @@ from headrace.config import Config
 from headrace.records.trajectory import Group, Lane, Message, Sampling, apply_template
 from headrace.run.evaluation import validation_id
 from headrace.run.prompt_counts import PromptCounts
-from headrace_services.trainer.data.faults import list_first
-from headrace_services.trainer.data.model_tokens import ModelTokens
-from headrace_services.trainer.data.problems import load_evaluated, load_problems
-from headrace_services.trainer.data.sources import Problem
+
+from .faults import list_first
+from .model_tokens import ModelTokens
+from .problems import load_evaluated, load_problems
+from .sources import Problem
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from headrace.base.errors import ConfigError
 from headrace.env.environment import describe_error
 from headrace.env.environment_file import run_file
 from headrace.env.reward_function import TRL, VERL
-from headrace_services.trainer.data.faults import BadRow, Faults
+
+from .faults import BadRow, Faults
 
 # Where verl has the expected answer of a row.
 VERL_TRUTH = "reward_model.ground_truth"

@@ -24,8 +24,9 @@ from headrace.config.data import DataSourceConfig
 from headrace.config.environments import EnvConfig, VerifiersConfig
 from headrace.env.verifiers import program
 from headrace.records.trajectory import Message
-from headrace_services.trainer.data import arithmetic, rows
-from headrace_services.trainer.data.faults import BadRow, Faults
+
+from . import arithmetic, rows
+from .faults import BadRow, Faults
 
 _HUB_PATH = re.compile(r"^\w[\w.-]*/\w[\w.-]*(?<!\.jsonl)(?<!\.json)(?<!\.parquet)$")
 _AS_JSONL = "or give the data set as a JSONL file, by data_path, input_key and output_key"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from headrace.base.errors import ServiceError
 from headrace.base.scratch import scratch_folder
-from headrace_services.trainer.demo_models import already_made, publish
+
+from . import already_made, publish
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from headrace_services.trainer.data import arithmetic
-from headrace_services.trainer.demo_models import already_made, publish
+from ..data import arithmetic
+from . import already_made, publish
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from headrace_services.trainer.data import arithmetic
-from headrace_services.trainer.demo_models import tiny
+from ..data import arithmetic
+from . import tiny
 
 CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 TOOLS, TOOL, NAME = "<tools>", "<tool>", "calculator"

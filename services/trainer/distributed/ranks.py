@@ -30,8 +30,9 @@ from headrace.base import devices
 from headrace.base.addresses import is_loopback
 from headrace.base.errors import Restartable, ServiceError
 from headrace.config import Config
-from headrace_services.refit import nccl
-from headrace_services.trainer.distributed.liveness import Progress, RankWatch
+
+from ...refit import nccl
+from .liveness import Progress, RankWatch
 
 log = logging.getLogger(__name__)
 

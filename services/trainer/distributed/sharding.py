@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headrace.base.errors import ServiceError
-from headrace_services.trainer.distributed.ranks import is_first_rank, several_ranks
+
+from .ranks import is_first_rank, several_ranks
 
 
 def shards_alone(device: torch.device, *, bfloat16: bool) -> bool:

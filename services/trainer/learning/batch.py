@@ -24,8 +24,9 @@ from headrace.base.errors import ServiceError
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Float32, Trajectory, decode_trajectory
 from headrace.replay import ReservedTrajectory
-from headrace_services.trainer.distributed.host_copies import on_device
-from headrace_services.trainer.distributed.ranks import Ranks
+
+from ..distributed.host_copies import on_device
+from ..distributed.ranks import Ranks
 
 Bool = npt.NDArray[np.bool_]
 Float64 = npt.NDArray[np.float64]

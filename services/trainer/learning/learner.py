@@ -23,22 +23,23 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config, threads
 from headrace.records.trajectory import Float32, Int32
 from headrace.run.checkpoints import cannot_write_checkpoint
-from headrace_services.refit import states
-from headrace_services.refit.probe import ROUNDING_MULTIPLE, is_exact, only_rounds
-from headrace_services.trainer.data import ModelTokens
-from headrace_services.trainer.distributed.ranks import Ranks, place_on_host
-from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.learning.optimizer import ModelOptimizer, load_training, snapshot_training
-from headrace_services.trainer.network.backbone import Write, choose_device, description
-from headrace_services.trainer.network.packing import PackedRows, Packing, Work
-from headrace_services.trainer.network.policy_model import (
+
+from ...refit import states
+from ...refit.probe import ROUNDING_MULTIPLE, is_exact, only_rounds
+from ..data import ModelTokens
+from ..distributed.ranks import Ranks, place_on_host
+from ..network.backbone import Write, choose_device, description
+from ..network.packing import PackedRows, Packing, Work
+from ..network.policy_model import (
     LogitsWarper,
     PolicyModel,
     check_vocabulary,
     load_teacher,
     load_tokenizer,
 )
-from headrace_services.trainer.network.value_model import ValueModel
+from ..network.value_model import ValueModel
+from .algorithms import required_passes
+from .optimizer import ModelOptimizer, load_training, snapshot_training
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,9 @@ from torch.optim import lr_scheduler
 from headrace.base.errors import ServiceError
 from headrace.base.files import fsync
 from headrace.config.policy import NAMESPACE, OptimizerConfig, SchedulerConfig
-from headrace_services.trainer.distributed.host_copies import host_copies
-from headrace_services.trainer.distributed.sharding import (
+
+from ..distributed.host_copies import host_copies
+from ..distributed.sharding import (
     ModelShard,
     find_shard,
     full_tensor,
@@ -41,7 +42,7 @@ from headrace_services.trainer.distributed.sharding import (
     local_rows,
     with_local_part,
 )
-from headrace_services.trainer.network.backbone import Write
+from ..network.backbone import Write
 
 log = logging.getLogger(__name__)
 

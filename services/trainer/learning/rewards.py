@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config.algorithm import RewardScalingConfig, RewardShapingConfig
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.batch import Batch, Bool, Float64, Int
+
+from ..distributed.ranks import Ranks
+from .batch import Batch, Bool, Float64, Int
 
 
 def scale_rewards(rewards: Float64, scaling: RewardScalingConfig) -> Float64:

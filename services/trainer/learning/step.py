@@ -19,24 +19,25 @@ from torch import Tensor
 
 from headrace.base.errors import ServiceError
 from headrace.config.loss import Clip, LossConfig
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.algorithms import estimate_advantages, needs_unfiltered, required_passes
-from headrace_services.trainer.learning.algorithms.statistics import all_equal
-from headrace_services.trainer.learning.batch import Batch, Float32, GlobalCounts, MicroBatch, reject_any
-from headrace_services.trainer.learning.learner import Learner
-from headrace_services.trainer.learning.losses import LossParts, explained_variance, policy_loss, value_loss
-from headrace_services.trainer.learning.losses.terms import divergences
-from headrace_services.trainer.learning.optimizer import ModelOptimizer
-from headrace_services.trainer.learning.rewards import (
+
+from ..distributed.ranks import Ranks
+from ..network.packing import PackedRows, Packing, Rows, Work, pack, plan
+from ..network.policy_model import LogitsWarper, PolicyModel
+from ..network.value_model import ValueModel
+from .algorithms import estimate_advantages, needs_unfiltered, required_passes
+from .algorithms.statistics import all_equal
+from .batch import Batch, Float32, GlobalCounts, MicroBatch, reject_any
+from .learner import Learner
+from .losses import LossParts, explained_variance, policy_loss, value_loss
+from .losses.terms import divergences
+from .optimizer import ModelOptimizer
+from .rewards import (
     mask_by_logprob_error,
     mask_truncated,
     scale_rewards,
     shape_rewards,
 )
-from headrace_services.trainer.learning.token_columns import TokenColumns, find_mask_reasons
-from headrace_services.trainer.network.packing import PackedRows, Packing, Rows, Work, pack, plan
-from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel
-from headrace_services.trainer.network.value_model import ValueModel
+from .token_columns import TokenColumns, find_mask_reasons
 
 # The narrowest clip that `off_policy_tokens` uses: GSPO clips the ratios of whole sequences, far more narrowly.
 USUAL_CLIP = Clip(1 - 0.2, 1 + 0.2)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from headrace.run.samples import MaskReason
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.batch import Batch, Float32, Float64, Int, Int8
-from headrace_services.trainer.network.policy_model import PolicyOutput
+
+from ..distributed.ranks import Ranks
+from ..network.policy_model import PolicyOutput
+from .batch import Batch, Float32, Float64, Int, Int8
 
 # The columns that are summed over the passes and divided by the number of optimizer steps, as the metrics `loss` and `critic/loss` are. Of
 # the others the last pass is kept.

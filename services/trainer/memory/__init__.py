@@ -1,5 +1,5 @@
 """The memory that a run takes on its GPUs, and whether it fits: computed from the configuration, before anything starts."""
 
-from headrace_services.trainer.memory.fit import plan
+from .fit import plan
 
 __all__ = ["plan"]

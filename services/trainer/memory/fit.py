@@ -29,8 +29,9 @@ import torch
 from headrace.base.devices import SHARES, DeviceMemory, Site
 from headrace.base.errors import ServiceError
 from headrace.config import Config
-from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.memory.models import (
+
+from ..learning.algorithms import required_passes
+from .models import (
     NotPlanned,
     element_size,
     list_models,
@@ -38,7 +39,7 @@ from headrace_services.trainer.memory.models import (
     packs,
     to_download,
 )
-from headrace_services.trainer.memory.parts import (
+from .parts import (
     CONTEXT,
     CUDA_PART,
     GIB,

@@ -27,10 +27,11 @@ from headrace.base.model_name import MODEL
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig, PolicyConfig
 from headrace.config.root import TEACHER_KEY
-from headrace_services.trainer.learning.algorithms import required_passes
-from headrace_services.trainer.network.adapter import linear_layers, targets
-from headrace_services.trainer.network.backbone import freeze_routers
-from headrace_services.trainer.network.packing import Packing
+
+from ..learning.algorithms import required_passes
+from ..network.adapter import linear_layers, targets
+from ..network.backbone import freeze_routers
+from ..network.packing import Packing
 
 Shape = tuple[int, ...]
 

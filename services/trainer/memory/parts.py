@@ -26,8 +26,8 @@ import functools
 import math
 from collections.abc import Mapping
 
-from headrace_services.trainer.memory.models import ModelSize, ModelUse, Shape
-from headrace_services.trainer.network.backbone import reduces_once
+from ..network.backbone import reduces_once
+from .models import ModelSize, ModelUse, Shape
 
 GIB = 2**30
 Parts = dict[str, int]

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.policy import LoRAConfig
-from headrace_services.refit.manifest import ADAPTER
-from headrace_services.trainer.distributed.host_copies import host_copies, saved_tensors
-from headrace_services.trainer.distributed.ranks import is_first_rank
-from headrace_services.trainer.distributed.sharding import full_tensor
+
+from ...refit.manifest import ADAPTER
+from ..distributed.host_copies import host_copies, saved_tensors
+from ..distributed.ranks import is_first_rank
+from ..distributed.sharding import full_tensor
 
 # The folder in a checkpoint's policy, with adapter_config.json and this file: PEFT's own format.
 FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"

@@ -21,8 +21,9 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from headrace.base.errors import ServiceError
 from headrace.config.policy import PolicyConfig
-from headrace_services.trainer.distributed.host_copies import on_device
-from headrace_services.trainer.network.packing import PackedRows, TreeSpan
+
+from ..distributed.host_copies import on_device
+from .packing import PackedRows, TreeSpan
 
 # The name of `tree_attention` in transformers.
 TREE_ATTENTION = "headrace_trees"

@@ -45,10 +45,11 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 from headrace.base.errors import ServiceError
 from headrace.base.model_name import is_no_hub_name
 from headrace.config import Config
-from headrace_services.refit.state_watch import StateWatch
-from headrace_services.trainer.distributed.host_copies import host_copies, saved_tensors
-from headrace_services.trainer.distributed.ranks import is_first_rank, several_ranks
-from headrace_services.trainer.distributed.sharding import (
+
+from ...refit.state_watch import StateWatch
+from ..distributed.host_copies import host_copies, saved_tensors
+from ..distributed.ranks import is_first_rank, several_ranks
+from ..distributed.sharding import (
     end_pass,
     find_shard,
     full_tensor,
@@ -56,9 +57,9 @@ from headrace_services.trainer.distributed.sharding import (
     shard,
     shards_alone,
 )
-from headrace_services.trainer.network.adapter import Adapter
-from headrace_services.trainer.network.attention import attention_arguments, caps_attention
-from headrace_services.trainer.network.packing import PackedRows
+from .adapter import Adapter
+from .attention import attention_arguments, caps_attention
+from .packing import PackedRows
 
 # Writes the copy of a model to a folder. Any thread may call it.
 Write = Callable[[Path], None]

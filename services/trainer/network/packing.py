@@ -23,7 +23,8 @@ from torch import Tensor
 
 from headrace.config.policy import PolicyConfig
 from headrace.records.trajectory import Int32, Trajectory
-from headrace_services.trainer.distributed.host_copies import on_device
+
+from ..distributed.host_copies import on_device
 
 Tree = tuple[int, ...]  # indices of its paths among those that are planned
 Row = tuple[Tree, ...]

@@ -31,11 +31,12 @@ from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.policy import GenerationConfig
 from headrace.config.root import TEACHER_KEY
-from headrace_services.trainer.distributed.host_copies import saved_tensors
-from headrace_services.trainer.network import adapter as adapters
-from headrace_services.trainer.network import backbone
-from headrace_services.trainer.network.attention import prepare_attention
-from headrace_services.trainer.network.packing import PackedRows
+
+from ..distributed.host_copies import saved_tensors
+from . import adapter as adapters
+from . import backbone
+from .attention import prepare_attention
+from .packing import PackedRows
 
 # Keys of a model's configuration that programs are known to ignore or to read in different ways. Those of the first kind change every
 # token. Those of the second don't change the second token of a text: it depends on the first one alone, whose attention has a single key.

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoModel
 
 from headrace.config import Config
-from headrace_services.trainer.distributed.host_copies import host_copies
-from headrace_services.trainer.distributed.ranks import is_first_rank
-from headrace_services.trainer.distributed.sharding import full_tensor
-from headrace_services.trainer.network import backbone
-from headrace_services.trainer.network.attention import prepare_attention
-from headrace_services.trainer.network.packing import PackedRows
+
+from ..distributed.host_copies import host_copies
+from ..distributed.ranks import is_first_rank
+from ..distributed.sharding import full_tensor
+from . import backbone
+from .attention import prepare_attention
+from .packing import PackedRows
 
 HEAD = "value_head.safetensors"
 

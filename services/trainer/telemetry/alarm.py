@@ -23,10 +23,11 @@ import numpy as np
 
 from headrace.base.files import keep_newest
 from headrace.config import Config
-from headrace_services.refit.probe import Differences, tolerance
+
+from ...refit.probe import Differences, tolerance
 
 if TYPE_CHECKING:
-    from headrace_services.trainer.learning.batch import Batch, Float64
+    from ..learning.batch import Batch, Float64
 
 REPORT_EVERY = 10  # the first step of a streak is logged, then every tenth; the metric covers all
 # The limit on the share of tokens beyond the clip, and the steps in a row above it that make an alarm.

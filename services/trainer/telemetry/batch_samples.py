@@ -31,11 +31,12 @@ from headrace.run.samples import (
     whole_numbers,
 )
 from headrace.run.token_texts import TokenTexts
-from headrace_services.trainer.data import Problem
-from headrace_services.trainer.telemetry.plots import html_page, safe
+
+from ..data import Problem
+from .plots import html_page, safe
 
 if TYPE_CHECKING:
-    from headrace_services.trainer.learning.batch import Batch
+    from ..learning.batch import Batch
 
 # Tokens of a batch whose columns are made into lists together.
 _TOKENS = 1 << 16

@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from headrace.config import Config
 from headrace.net.service import Ready, create_app
-from headrace_services.trainer.distributed.liveness import Progress
+
+from ..distributed.liveness import Progress
 
 # For metrics `<first>/<name>`, by <first>: the family of gauges, and the label that holds the name.
 LABELLED = {

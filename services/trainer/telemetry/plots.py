@@ -28,10 +28,11 @@ from headrace.run.findings import long_wait
 from headrace.run.headlines import accuracy_name, alarms, build_changes, follows_start, seconds_per_step
 from headrace.run.history import CURVES, Metric
 from headrace.run.journal import JOURNAL, Kind, Line, iter_journal, surviving
-from headrace_services.trainer.telemetry.alarm import mean_errors
+
+from .alarm import mean_errors
 
 if TYPE_CHECKING:
-    from headrace_services.trainer.learning.batch import Batch
+    from ..learning.batch import Batch
 
 log = logging.getLogger(__name__)
 

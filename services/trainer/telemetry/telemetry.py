@@ -21,27 +21,28 @@ from headrace.run.journal import Journal, Line
 from headrace.run.sample_files import SampleFiles
 from headrace.run.samples import make_sample
 from headrace.run.token_texts import TokenTexts
-from headrace_services.refit.backends import Backend
-from headrace_services.refit.probe import Differences
-from headrace_services.trainer.data import Problem
-from headrace_services.trainer.learning.batch import Batch
-from headrace_services.trainer.telemetry import alarm
-from headrace_services.trainer.telemetry.batch_samples import (
+
+from ...refit.backends import Backend
+from ...refit.probe import Differences
+from ..data import Problem
+from ..learning.batch import Batch
+from . import alarm
+from .batch_samples import (
     choose,
     failure_record,
     show,
     training_records,
     validation_record,
 )
-from headrace_services.trainer.telemetry.gpus import GPUMonitor
-from headrace_services.trainer.telemetry.plots import (
+from .gpus import GPUMonitor
+from .plots import (
     draw_curve,
     draw_disagreement,
     on_drawing_thread,
     read_shown,
     write_page,
 )
-from headrace_services.trainer.telemetry.trackers import TrackerThread, list_enabled, tracker_metrics
+from .trackers import TrackerThread, list_enabled, tracker_metrics
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,9 @@ from typing import Any
 import torch
 
 from headrace.config import Config
-from headrace_services.trainer.network.backbone import choose_device
-from headrace_services.trainer.network.packing import Work
+
+from ..network.backbone import choose_device
+from ..network.packing import Work
 
 log = logging.getLogger(__name__)
 

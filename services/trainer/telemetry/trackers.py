@@ -38,8 +38,9 @@ from headrace.launch.tracker_login import is_logged_in
 from headrace.run.journal import Line, parse_lines, read_bytes, size, surviving
 from headrace.run.metric_names import tracked_name
 from headrace.run.sample_files import SampleFiles
-from headrace_services.trainer.telemetry import alarm
-from headrace_services.trainer.telemetry.batch_samples import as_markdown, choose
+
+from . import alarm
+from .batch_samples import as_markdown, choose
 
 log = logging.getLogger(__name__)
 

@@ -279,7 +279,7 @@ def test_what_gives_up_or_hangs_costs_itself_and_a_deleted_run_ends(up: Start, f
 
     os.kill(run.pid_of("valkey-server"), signal.SIGSTOP)
     log = folder / "logs" / "replay.log"
-    wait_until(lambda: "run.hang_timeout_s); killing it" in log.read_text(), within_s=120)
+    wait_until(lambda: "run.hang_timeout_s); killing it" in log.read_text())
     goes_on(run)
     check_end_without_folder(run, folder)
 

@@ -131,7 +131,7 @@ async def test_a_container_serves_the_file_beside_its_recipe(folder: Path, monke
     command = [re.sub(r"\$\{CONFIG:-.*\}", recipe, word) for word in service["command"]]
     async with started(sys.executable, "-m", "headrace.cli", *command) as process:
         # two processes start, one after the other
-        await asyncio.to_thread(wait_until, lambda: process.returncode is not None or listens(http_port), 3 * WAIT_S)
+        await asyncio.to_thread(wait_until, lambda: process.returncode is not None or listens(http_port))
 
         async def is_ready() -> bool:
             check = await asyncio.create_subprocess_exec(sys.executable, DEPLOY / "bin" / "ready", str(http_port))

@@ -153,7 +153,7 @@ async def test_law_1_a_trainer_frozen_in_a_save_wakes_after_its_successor(
 ) -> None:
     async with running(SmallReplica(replay, tiny_model).run(), score_all(replay)):
         frozen = trainer.start("frozen_in_checkpoint:4")
-        await asyncio.to_thread(wait_until, lambda: is_stopped(frozen.pid), 120)
+        await asyncio.to_thread(wait_until, lambda: is_stopped(frozen.pid))
         assert await trainer.run() == 0, trainer.said()
         os.kill(frozen.pid, signal.SIGCONT)
         assert await ended(frozen) == 1

@@ -12,10 +12,11 @@ from typing import Protocol
 import numpy as np
 
 from headrace.config import Config
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.algorithms import gdpo, grpo, opd, ppo, reinforce
-from headrace_services.trainer.learning.algorithms.statistics import token_metrics
-from headrace_services.trainer.learning.batch import Batch
+
+from ...distributed.ranks import Ranks
+from ..batch import Batch
+from . import gdpo, grpo, opd, ppo, reinforce
+from .statistics import token_metrics
 
 
 class AdvantageEstimator(Protocol):

@@ -15,16 +15,17 @@ import numpy as np
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.algorithm import RewardScalingConfig
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.algorithms.statistics import (
+
+from ...distributed.ranks import Ranks
+from ..batch import Batch, BatchRejected, Float64
+from ..rewards import scale_rewards
+from .statistics import (
     ROUNDING,
     all_equal,
     baseline_metrics,
     group_advantages,
     mean_and_std,
 )
-from headrace_services.trainer.learning.batch import Batch, BatchRejected, Float64
-from headrace_services.trainer.learning.rewards import scale_rewards
 
 
 def required_passes(config: Config) -> set[str]:

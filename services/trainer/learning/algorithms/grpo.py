@@ -10,9 +10,10 @@ errors is none. In a group of equal rewards `E[x²] - E[x]²` leaves one, and so
 from __future__ import annotations
 
 from headrace.config import Config
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.algorithms.statistics import baseline_metrics, group_advantages
-from headrace_services.trainer.learning.batch import Batch
+
+from ...distributed.ranks import Ranks
+from ..batch import Batch
+from .statistics import baseline_metrics, group_advantages
 
 
 def required_passes(config: Config) -> set[str]:

@@ -14,9 +14,10 @@ import numpy as np
 
 from headrace.config import Config
 from headrace.config.ppo import PPOAdvEstimatorConfig
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.algorithms.statistics import finite, kl_penalty, sums_to_go, whiten
-from headrace_services.trainer.learning.batch import Batch, Float64
+
+from ...distributed.ranks import Ranks
+from ..batch import Batch, Float64
+from .statistics import finite, kl_penalty, sums_to_go, whiten
 
 
 def required_passes(config: Config) -> set[str]:

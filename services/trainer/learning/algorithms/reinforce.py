@@ -11,15 +11,16 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.config import Config
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.algorithms.statistics import (
+
+from ...distributed.ranks import Ranks
+from ..batch import Batch
+from .statistics import (
     baseline_metrics,
     group_advantages,
     kl_penalty,
     sums_to_go,
     whiten,
 )
-from headrace_services.trainer.learning.batch import Batch
 
 
 def required_passes(config: Config) -> set[str]:

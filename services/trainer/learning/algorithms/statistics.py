@@ -15,8 +15,9 @@ import numpy.typing as npt
 from headrace.base.errors import ServiceError
 from headrace.config import Config
 from headrace.config.loss import LossConfig
-from headrace_services.trainer.distributed.ranks import Ranks
-from headrace_services.trainer.learning.batch import Batch, Bool, Float32, Float64
+
+from ...distributed.ranks import Ranks
+from ..batch import Batch, Bool, Float32, Float64
 
 SMALLEST_VARIANCE = 1e-8
 # A deviation of this share of the largest value, or less, is rounding: 0.1 + 0.2 is not 0.3, nor are a float32's digits a float64's.

@@ -4,8 +4,8 @@ Names and formulae are NeMo RL's (`ClippedPGLossFn`, `MseValueLossFn`); docstrin
 over the whole mini-batch, so losses, gradients and metrics of micro-batches and ranks add up to those of the whole.
 """
 
-from headrace_services.trainer.learning.losses.policy_loss import policy_loss
-from headrace_services.trainer.learning.losses.terms import LossParts
-from headrace_services.trainer.learning.losses.value_loss import explained_variance, value_loss
+from .policy_loss import policy_loss
+from .terms import LossParts
+from .value_loss import explained_variance, value_loss
 
 __all__ = ["LossParts", "explained_variance", "policy_loss", "value_loss"]

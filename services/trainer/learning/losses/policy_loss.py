@@ -34,8 +34,10 @@ from torch import Tensor
 
 from headrace.config.loss import ClippedRatio, ClippedWeight, LossConfig, NoRatio, OnPolicyRatio, PolicyTerm
 from headrace.run.samples import Clipped, MaskReason
-from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
-from headrace_services.trainer.learning.losses.terms import (
+
+from ...network.policy_model import PolicyOutput
+from ..batch import GlobalCounts, MicroBatch
+from .terms import (
     SMALLEST_COUNT,
     ImportanceWeights,
     LossParts,
@@ -53,7 +55,6 @@ from headrace_services.trainer.learning.losses.terms import (
     weighted,
     weighted_sum,
 )
-from headrace_services.trainer.network.policy_model import PolicyOutput
 
 
 def policy_loss(

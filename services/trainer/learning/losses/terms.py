@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import LossConfig
-from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
+
+from ..batch import GlobalCounts, MicroBatch
 
 # Divides an empty sum. NeMo RL adds it to every count; then the weights of few tokens don't add up to 1, and a variance is wrong.
 SMALLEST_COUNT = 1e-8

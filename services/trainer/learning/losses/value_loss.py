@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from headrace.config.loss import ValueLossConfig
-from headrace_services.trainer.learning.batch import GlobalCounts, MicroBatch
-from headrace_services.trainer.learning.losses.terms import LossParts, extremes, token_weights, weighted, weighted_sum
+
+from ..batch import GlobalCounts, MicroBatch
+from .terms import LossParts, extremes, token_weights, weighted, weighted_sum
 
 
 def value_loss(
