@@ -199,7 +199,7 @@ def _params(sampling: Sampling, max_tokens: int, every: int | None) -> SamplingP
         seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,
-        # detokenizing token by token costs twice as much as everything else in this process; only stop strings need it
+        # only stop strings need the text of each token as it comes
         detokenize=bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
         stream_interval=every,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
@@ -56,7 +57,7 @@ class Gauges(Collector):
             if rest and first in LABELLED:
                 self._families[prefix + LABELLED[first][0]][1][rest] = float(value)
             else:
-                self._families[prefix + "".join(c if c.isalnum() else "_" for c in name)] = [], {"": float(value)}
+                self._families[prefix + re.sub(r"\W", "_", name)] = [], {"": float(value)}
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         for name, (labels, values) in self._families.items():

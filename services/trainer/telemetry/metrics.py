@@ -66,10 +66,12 @@ def _count_runs(token_ids: Int32) -> tuple[int, int]:
     """Return how many runs of `RUN` tokens there are, overlapping ones included, and how many distinct ones."""
     if token_ids.size < RUN:
         return 0, 0
-    windows = np.lib.stride_tricks.sliding_window_view(token_ids.astype(np.uint64), RUN)
-    # one number for each, modulo 2^64: two runs share theirs with a probability that does not matter here
-    weights = np.uint64(0x9E3779B97F4A7C15) ** np.arange(RUN, dtype=np.uint64)
-    return len(windows), np.unique((windows * weights).sum(axis=1)).size
+    ids = token_ids.astype(np.uint64)
+    runs = np.zeros(ids.size - RUN + 1, np.uint64)
+    for place in range(RUN):
+        # one number for each, modulo 2^64: two runs share theirs with a probability that does not matter here
+        runs = runs * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + runs.size]
+    return runs.size, np.unique(runs).size
 
 
 class TrajectoryReport(NamedTuple):

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -250,6 +251,27 @@ async def test_a_stop_string_ends_a_completion(engine: Any) -> None:
     assert it.finish_reason == "stop"
     assert it.text == free.text[: free.text.index(stop)]
     assert it.logprobs.size == it.completion_token_ids.size
+
+
+async def test_a_token_costs_no_text_and_no_look_at_variables(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a completion with stop strings, whose text the engine does need."""
+    from vllm import envs
+
+    for name in envs.environment_variables:
+        monkeypatch.setitem(envs.environment_variables, name, partial(pytest.fail, f"{name} is looked up"))
+    params = sampling_params(Sampling(temperature=1.0, max_new_tokens=40, stop_strings=("no such text",)), 0)
+    (output,) = [each async for each in engine.generate({"prompt_token_ids": list(PROMPT)}, params, "texts")]
+    assert output.outputs[0].text
+    assert set(output.outputs[0].logprobs.decoded_tokens) == {None}
+
+
+async def test_a_request_from_outside_gets_the_text_of_each_token(engine: Any) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=40, stop=["no such text"], logprobs=1)
+    *_, output = [each async for each in engine.generate({"prompt_token_ids": list(PROMPT)}, params, "outside")]
+    texts = {token: each.decoded_token for at in output.outputs[0].logprobs for token, each in at.items()}
+    assert texts == {token: engine.renderer.get_tokenizer().decode([token]) for token in texts} != {}
 
 
 async def test_greedy_takes_the_likeliest_token(engine: Any, model: Any) -> None:
