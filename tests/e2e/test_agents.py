@@ -99,14 +99,23 @@ def test_programs_go_on_when_a_rank_of_the_trainer_dies(
     settings["env"]["repair"]["target"] = f"{HELD}:Held"
     settings["trainer"] |= {"num_processes": 2, "device": "cpu"}
     settings["checkpointing"] = {"snapshot_dir": str(tmp_path / "memory")}
+    settings["agents"] = {"think_s": 600}  # longer than a rank takes to start again on a busy machine
     config.write_text(yaml.safe_dump(settings))
-    grpo = settings["grpo"]
+    per_step = settings["grpo"]["num_prompts_per_step"] * settings["grpo"]["num_generations_per_prompt"]
+
+    def all_are_held() -> bool:
+        begun, ended, held = (
+            {".".join(path.name.split(".")[:2]) for path in folder.glob(f"*.{kind}")}
+            for kind in ("began", "ended", "held")
+        )
+        steps = sum(line.kind == "train" for line in read_journal(journal))
+        return len(begun) == (steps + 2) * per_step and begun == ended | held
+
     up = Up(config, output=tmp_path / "up.log", cwd=tmp_path)
     try:
         up.wait_for("step 1:")
         (folder / "hold").touch()
-        held = 2 * grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
-        wait_until(lambda: len([*folder.glob("*.held")]) == held)
+        wait_until(all_are_held)
         rewinds = _rewinds(journal)
         next(each for each in map(psutil.Process, up.started()) if each.environ().get("RANK") == "1").kill()
         wait_until(lambda: _rewinds(journal) > rewinds)

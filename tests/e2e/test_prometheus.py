@@ -114,7 +114,7 @@ def prometheus(tmp_path: Path, warm_model: Path) -> Iterator[Prometheus]:
 
 
 def test_every_service_answers_and_every_chart_has_values(prometheus: Prometheus) -> None:
-    services = {"replay", "reward", "rollout", "trainer"}
+    services = {"page", "replay", "reward", "rollout", "trainer"}
     wait_until(lambda: {one["metric"]["job"] for one in prometheus.ask("up == 1")} == services)
     assert EMPTY.keys() <= {panel["title"] for panel in panels()}
     missing = {panel["title"]: panel["targets"] for panel in panels() if panel["title"] not in EMPTY}

@@ -1,5 +1,5 @@
-"""A program of two turns that is held between them while a file is there. It leaves another for each time that an episode begins, and one
-once it is held."""
+"""A program of two turns that is held between them while a file is there. It leaves another for each time that an episode begins, one once
+it is held, and one at its end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ FOLDER = Path(os.environ.get("HELD_PROGRAM", "."))
 
 class Held(headrace.Environment):
     async def episode(self, e: headrace.Episode) -> float:
-        (FOLDER / f"{e.group_id}.{e.index}.{e.idempotency_key.replace('/', '-')}.began").touch()
+        name = f"{e.group_id}.{e.index}"
+        (FOLDER / f"{name}.{e.idempotency_key.replace('/', '-')}.began").touch()
         said = await e.chat(e.messages)
         while (FOLDER / "hold").exists():
-            (FOLDER / f"{e.group_id}.{e.index}.held").touch()
+            (FOLDER / f"{name}.held").touch()
             await asyncio.sleep(0.1)
         await e.chat([*e.messages, said, {"role": "user", "content": "again"}])
+        (FOLDER / f"{name}.ended").touch()
         return float(e.index % 2)
