@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import os
 import re
 import subprocess
@@ -207,20 +208,21 @@ def of_types_alone(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-def imports(node: ast.AST, in_functions: bool) -> Iterator[str]:
-    """The modules that a module imports, but not those that only its types need. An imported name may be one, too."""
+def imports(node: ast.AST, package: str, in_functions: bool) -> Iterator[str]:
+    """The modules that a module of `package` imports, but not those that only its types need. An imported name may be one, too."""
     for inner in ast.iter_child_nodes(node):
         match inner:
             case ast.Import(names=names):
                 yield from (name.name for name in names)
-            case ast.ImportFrom(module=str(module), names=names):
+            case ast.ImportFrom(module=module, names=names, level=level):
+                module = importlib.util.resolve_name("." * level + (module or ""), package)
                 yield from (module, *(f"{module}.{name.name}" for name in names))
             case ast.If(orelse=others) if of_types_alone(inner):
-                yield from imports(ast.Module(others, []), in_functions)
+                yield from imports(ast.Module(others, []), package, in_functions)
             case ast.FunctionDef() | ast.AsyncFunctionDef() if not in_functions:
                 pass
             case _:
-                yield from imports(inner, in_functions)
+                yield from imports(inner, package, in_functions)
 
 
 @functools.cache
@@ -229,9 +231,10 @@ def imported(in_functions: bool) -> dict[str, set[str]]:
     found = {}
     for folder, package in (("headrace", "headrace"), ("services", "headrace_services")):
         for path in (ROOT / folder).rglob("*.py"):
-            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = {*imports(ast.parse(path.read_text()), in_functions), name.rpartition(".")[0]}
+            *within, module = path.relative_to(ROOT / folder).with_suffix("").parts
+            place = ".".join([package, *within])
+            name = place if module == "__init__" else f"{place}.{module}"
+            found[name] = {*imports(ast.parse(path.read_text()), place, in_functions), name.rpartition(".")[0]}
     return found
 
 

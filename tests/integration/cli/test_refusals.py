@@ -381,7 +381,7 @@ def test_changed_data_are_noticed_before_anything_starts(config: Path, tmp_path:
     # without the tokenizer nobody knows what is left out
     assert "prompts are not those" in refused("config", "check", config, "data.overlong_prompts=leave_out")
     # what another key has changed is said of the key
-    assert "data.train.0.size: 1000 -> 1" in refused("up", config, "data.train.0.size=1")
+    assert "data.train.0.system_prompt: null -> 'Add.'" in refused("up", config, "data.train.0.system_prompt=Add.")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tests.support.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.usefixtures("executed")
 
-ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 240.0}  # a busy machine gives no core for so long
+ENV = {"cpu_s": 2, "wall_s": 5.0, "memory_mb": 256, "timeout_s": 120.0}  # a busy machine gives no core for so long
 SECRET = "8423107"  # the expected output of what attacks
 SUMS = {"inputs": ["1 2\n", "40 2\n", "-1 1\n"], "outputs": ["3\n", "42\n", "0\n"]}
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
@@ -487,7 +487,7 @@ async def test_time_used_up_fails_tests_and_time_run_out_is_no_zero() -> None:
 
 
 ONE = {"inputs": [""], "outputs": ["1"]}
-PATIENT = ENV | {"type": "code", "wall_s": 120.0}
+PATIENT = ENV | {"type": "code", "wall_s": 120.0, "timeout_s": 240.0}
 
 
 @contextlib.asynccontextmanager
