@@ -572,8 +572,8 @@ async def test_what_a_burst_made_ends_in_the_quiet_after_it(monkeypatch: pytest.
     monkeypatch.setattr(ScoringWorker, "program", ("-P", "-c", hasty))
     async with started(1) as pool:
         before = code_workers()
-        burst = submitted(pool, "import time; time.sleep(1); print(1)", 3)
         # all processes are looked through for them, which takes time
+        burst = submitted(pool, "import time; time.sleep(6); print(1)", 3)
         await eventually(lambda: code_workers() >= 3 * before, pause_s=0.2)
         assert [result.reward for result in await asyncio.wait_for(asyncio.gather(*burst), WAIT_S)] == [1] * 3
         await eventually(lambda: code_workers() == before, pause_s=0.2)
