@@ -7,7 +7,8 @@ The order of actions matters:
 - The fleet gets a version before that version is validated or trained on, and before it is copied for replicas that pull it.
 - A validation of older weights ends before they are replaced; one beside training keeps them on replicas of its own, and holds up only the
   run's end.
-- While `reserve` has no batch, replicas that are not at this version (late joiners, a fleet that died and came back) are refitted.
+- While `reserve` has no batch, and before a validation, replicas that are not at this version are refitted: late joiners, a fleet that died
+  and came back, and those that validated older weights.
 """
 
 from __future__ import annotations
@@ -179,7 +180,8 @@ def decide(plan: Plan, state: LoopState) -> Decision:
     if validation_due:
         if not state.healthy:
             return _await_fleet(plan, state)
-        return awaited or Decision(Action.VALIDATE)
+        # law 2: one that validated older weights beside training still holds those, and would take part
+        return awaited or Decision(Action.REFIT if state.refit_due else Action.VALIDATE)
     if final:
         return awaited or _finish(plan, state)
     if state.reply is None:

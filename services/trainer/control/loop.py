@@ -129,7 +129,8 @@ class Loop:
             if self._offers is not None:
                 self._offers.poll()
             replicas = await self._retry(self._replay.replicas)
-            await self._validations.poll(replicas)
+            if await self._validations.poll(replicas):  # it has ended: who validated it gets the newest weights
+                replicas = await self._retry(self._replay.replicas)
             run = await self._retry(self._replay.state)
             await self._recorder.note_failures(run.counts.get("failed", 0))
             state = self._look(replicas, run)

@@ -203,10 +203,11 @@ class Validations:
         groups = await asyncio.to_thread(self._context.prompts.validation, version)
         await self._publish(version, summarize([], 0, len(groups)))
 
-    async def poll(self, fleet: Sequence[Replica]) -> None:
-        """Fetch the results of the running one, and report it if they are complete. The step has that time under validation."""
+    async def poll(self, fleet: Sequence[Replica]) -> bool:
+        """Fetch the results of the running one, and report it if they are complete. The step has that time under validation. Return whether
+        it has ended."""
         if self.running is None:
-            return
+            return False
         began, running = self._context.clock(), self.running
         if await running.poll():
             await self._report(running)
@@ -216,6 +217,7 @@ class Validations:
                 log.info("%s validate version %d too", ", ".join(more), running.version)
                 await running.add_validators(frozenset(more))
         self._recorder.spend(Action.AWAIT_VALIDATION, self._context.clock() - began, {})
+        return self.running is None
 
     async def abandon(self, reason: str) -> None:
         assert self.running is not None

@@ -105,6 +105,11 @@ def test_the_fleet_gets_a_version_before_it_is_validated_or_trained() -> None:
     assert at(version=5, reply=None, validated=True) is Action.RESERVE
 
 
+def test_law_2_older_weights_are_replaced_before_a_validation() -> None:
+    """Those that a replica validated beside training, when this version's refit could not reach it."""
+    assert at(version=5, reply=None, refit_due=True) is Action.REFIT
+
+
 def test_a_due_validation_waits_for_a_fleet_and_holds_the_step_back() -> None:
     assert at(version=5, healthy=0, reply=Reservation(5, (), ())) is Action.WAIT
 
@@ -293,6 +298,7 @@ def test_nothing_is_trained_on_weights_that_the_fleet_was_not_offered(state: Loo
     if action is Action.REFIT and not state.refitted:
         assert state.validating is None or not state.healthy or state.validators
     if action is Action.VALIDATE:
+        assert not state.refit_due
         assert state.healthy
         assert state.validating is None
     if action in (Action.SKIP_VALIDATION, Action.ABANDON_VALIDATION):
