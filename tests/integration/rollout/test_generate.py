@@ -259,7 +259,7 @@ async def test_a_token_costs_no_text_and_no_look_at_variables(engine: Any, monke
 
     for name in envs.environment_variables:
         monkeypatch.setitem(envs.environment_variables, name, partial(pytest.fail, f"{name} is looked up"))
-    params = sampling_params(Sampling(temperature=1.0, max_new_tokens=40, stop_strings=("no such text",)), 0)
+    params = sampling_params(Sampling(temperature=1.0, max_new_tokens=40, stop_strings=("no such text",), seed=1), 0)
     (output,) = [each async for each in engine.generate({"prompt_token_ids": list(PROMPT)}, params, "texts")]
     assert output.outputs[0].text
     assert set(output.outputs[0].logprobs.decoded_tokens) == {None}
@@ -268,7 +268,7 @@ async def test_a_token_costs_no_text_and_no_look_at_variables(engine: Any, monke
 async def test_a_request_from_outside_gets_the_text_of_each_token(engine: Any) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=40, stop=["no such text"], logprobs=1)
+    params = SamplingParams(max_tokens=40, stop=["no such text"], logprobs=1, seed=1)
     *_, output = [each async for each in engine.generate({"prompt_token_ids": list(PROMPT)}, params, "outside")]
     texts = {token: each.decoded_token for at in output.outputs[0].logprobs for token, each in at.items()}
     assert texts == {token: engine.renderer.get_tokenizer().decode([token]) for token in texts} != {}
