@@ -159,7 +159,8 @@ class Lease(msgspec.Struct, frozen=True):
     token: str
     attempt: int
     ticket: int  # place in line; -1 in the validation lane
-    version: int  # verified version of the replica when the lease was granted; for episodes, the lowest of all replicas
+    # verified version of the replica when the lease was granted; for episodes the lowest of all replicas, or what a validation evaluates
+    version: int
     timeline: str
     incarnation: str
     expires_in_s: float

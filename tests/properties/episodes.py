@@ -93,14 +93,14 @@ class Episodes(Fleet):
         if member is None or not self.is_alive(name):
             self.refuse(Fenced)
         assert isinstance(seen, list), seen
-        versions = [
+        versions = {
             replica.version
             for id_, replica in self.members.items()
             if self.healthy(id_) and (not replica.pulls or replica.version + self.reach >= self.next_step)
-        ]
+        }
         if versions:
             free = {"train": slots, "validation": validation_slots}
-            self.lease_to(Taker(name, member, min(versions), 256, free, "episodes"), seen)
+            self.lease_to(Taker(name, member, min(versions), versions, 256, free, "episodes"), seen)
         else:
             assert not seen, "leased without a replica that could answer"
             member.answer, member.together = seen, len(self.held_by(name))

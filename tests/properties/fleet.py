@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from headrace.base.errors import Fenced, InvalidCall, LeaseLost, NotVerified, ReplayError, Surplus, WrongTimeline
 from headrace.records.trajectory import AnyTrajectory, Trajectory
@@ -19,11 +19,12 @@ Take = Callable[[Lease, Trajectory], ReplayError | None]
 @dataclasses.dataclass
 class Taker:
     """Who takes groups, and what it still may: `most` groups, and of each lane as many trajectories as it has `slots`. `left` of what it
-    was given, the next first."""
+    was given, the next first. `weights`: the versions that may write for it."""
 
     holder: str
     member: Member
     version: int
+    weights: Set[int]
     most: int
     slots: dict[str, float] = dataclasses.field(default_factory=lambda: {"train": math.inf, "validation": math.inf})
     kind: str | None = None
@@ -36,6 +37,10 @@ class Taker:
             self.slots[held.lane] = 0
             return False
         return self.most > 0
+
+    def version_for(self, held: Held) -> int:
+        """The oldest weights that a lease of the group allows: those that a validation evaluates write it, and no others."""
+        return self.version if held.lane == "train" else held.validation
 
     def next(self, held: Held) -> Lease:
         assert _ids(self.left[:1]) == [held.id], f"{self.holder} could have {held.id}, and was given {_ids(self.left)}"
@@ -343,7 +348,7 @@ class Fleet(Scoring):
             self.refuse(NotVerified)
         assert isinstance(seen, list), seen
         kind = "validators" if self.validates(replica) else None
-        self.lease_to(Taker(replica, member, member.version, most, kind=kind), seen)
+        self.lease_to(Taker(replica, member, member.version, {member.version}, most, kind=kind), seen)
         return seen
 
     def lease_to(self, taker: Taker, seen: list[Lease]) -> None:
@@ -409,11 +414,9 @@ class Fleet(Scoring):
 
     def may_write(self, taker: Taker, held: Held) -> bool:
         """Whether the taker's weights may write this group: what a replica has pulled may be too old, or not what is evaluated."""
-        if not taker.member.pulls:
-            return True
-        if held.lane == "train":
-            return taker.version + self.reach >= self.next_step
-        return held.validation == taker.version
+        if held.lane == "validation":
+            return held.validation in taker.weights
+        return not taker.member.pulls or taker.version + self.reach >= self.next_step
 
     def _lease_passed(self, taker: Taker, passed: Sequence[Held]) -> bool:
         """Those that have their place in line, as far as it is admitted. Returns whether that is all of them."""
@@ -551,7 +554,7 @@ class Fleet(Scoring):
         assert (lease.group.encode(), lease.attempt, lease.version) == (
             held.group.encode(),
             held.attempt,
-            taker.version,
+            taker.version_for(held),
         )
         assert (lease.timeline, lease.incarnation) == (self.timeline, self.incarnation)
         assert lease.token not in self.tokens, "a token is never used twice"

@@ -142,7 +142,7 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
         prompts=st.integers(1, 3),
         most=st.integers(1, 4),
         waited=st.booleans(),
-        then=st.sampled_from(["evaluated", "evaluated", "given back", "died", "died", "dropped"]),
+        then=st.sampled_from(["evaluated", "the next", "the next", "given back", "died", "died", "dropped"]),
     )
     def a_replica_validates_beside_training(self, steps: int, prompts: int, most: int, waited: bool, then: str) -> None:
         """It keeps the version, and the others train on. `waited`: it got less than it asked for before. `then`: what becomes of what it
@@ -173,16 +173,27 @@ class Everyone(TrainerRules, RunnerRules, ScorerRules):
             self.call("drop_validation", self.model.timeline, version + 1)
         self.leases += self.call("lease", self.replica(1), 4) or []
         self.finish_everything(True)
+        if then == "the next":  # which is of newer weights than it still holds
+            self.validate_newest(prompts)
         self.leases += self.call("lease", self.replica(1), 4) or []
 
-    @rule(behind=st.integers(1, 3), groups=st.integers(4, 12))
-    def a_replica_gets_each_version_late(self, behind: int, groups: int) -> None:
-        """It pulls, and waits while another gets newer weights, which leaves it its share as long as it may begin work."""
+    def validate_newest(self, prompts: int) -> None:
+        if self.model.validation <= self.model.next_step:
+            self.call("drop_validation", self.model.timeline, self.model.next_step)
+            self.enqueue_validation(prompts, True, 0, 0, "once")
+
+    @rule(behind=st.integers(1, 3), groups=st.integers(4, 12), prompts=st.integers(0, 3))
+    def a_replica_gets_each_version_late(self, behind: int, groups: int, prompts: int) -> None:
+        """It pulls, and waits while another gets newer weights, which leaves it its share as long as it may begin work. Runners play
+        episodes of a validation of these beside it."""
         self.pull(2, 0, 0)
         for _ in range(behind):
             self.leases += self.call("lease", self.replica(2), 16) or []
             self.a_round(groups, "plain", True, "trained")
         self.pull(2, 1, 0)
+        if prompts:
+            self.validate_newest(prompts)
+            self.lease_some_episodes(0, 8)
         for which in (2, 0):
             self.leases += self.call("lease", self.replica(which), 16) or []
 

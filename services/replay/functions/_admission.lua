@@ -54,17 +54,17 @@ local function grant(run, group, taker, count, worst, ticket)
     ticket = number
     redis.call('ZADD', run.base .. 'line', ticket, group.id)
   end
-  local token = lease_token(taker.nonce, number, group)
+  local token, version = lease_token(taker.nonce, number, group), version_for(taker, group)
   redis.call('HSET', group.key, 'state', 'open', 'token', token, 'replica', taker.holder, 'attempt', group.attempt + 1,
-    'ticket', ticket, 'held', worst, 'leased', run.now, 'version', taker.version, 'count', count, 'dropped', 0,
+    'ticket', ticket, 'held', worst, 'leased', run.now, 'version', version, 'count', count, 'dropped', 0,
     'saves', 0)
   hold(run, group, worst)
   move(run, group.lane, 'queued', 'open')
-  tell(run, 'leased', group.id, {'r', taker.holder, 'a', group.attempt + 1, 'v', taker.version})
+  tell(run, 'leased', group.id, {'r', taker.holder, 'a', group.attempt + 1, 'v', version})
   local ends_in = hold_lease(run, group, taker)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt + 1,
-    ticket = ticket, count = count,
+    ticket = ticket, version = version, count = count,
   }, group.lane, count)
 end
 

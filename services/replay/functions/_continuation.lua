@@ -85,13 +85,13 @@ end
 -- Continue the group with the taker under a new token. It already has its place in line and its attempt.
 local function go_on(run, group, taker)
   if group.lane == 'train' then sift_pushed(run, group) end
-  local token = lease_token(taker.nonce, take_ticket(run), group)
+  local token, version = lease_token(taker.nonce, take_ticket(run), group), version_for(taker, group)
   local indices, prefixes = missing(run, group)
-  redis.call('HSET', group.key, 'token', token, 'replica', taker.holder, 'version', taker.version)
+  redis.call('HSET', group.key, 'token', token, 'replica', taker.holder, 'version', version)
   local ends_in = hold_lease(run, group, taker)
   give(taker, {
     group = group.id, record = run.base .. 'd:' .. group.record, token = token, expires_in_s = ends_in / 1000, attempt = group.attempt,
-    ticket = group.ticket, count = group.count, missing = indices, prefixes = prefixes,
+    ticket = group.ticket, version = version, count = group.count, missing = indices, prefixes = prefixes,
     tries = group.kind == 'episodes' and begun_before(group) or {},
   }, group.lane, #indices)
 end

@@ -80,7 +80,7 @@ local function lease_to(run, taker)
   end
   local waits = not apart and #taker.leases < asked and (not taker.pulls or may_work_under(run, taker.version))
   if not taker.kind then redis.call(waits and 'SADD' or 'SREM', run.base .. 'waiting', taker.holder) end
-  return {timeline = run.timeline, incarnation = run.incarnation, version = taker.version, leases = taker.leases}
+  return {timeline = run.timeline, incarnation = run.incarnation, leases = taker.leases}
 end
 
 -- A repeat of a member's newest call gets the same answer, and grants nothing more. An earlier call is refused, because nobody would

@@ -1,17 +1,22 @@
 -- A `taker`: a member that takes groups, and what a group needs of it.
 --
--- holder (its name in the registry), kind (of the groups that it takes), version, nonce, most (groups that it may still get), slots
--- (trajectories that it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups
--- that it holds, if any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open), pulls (whether it is
--- a replica that pulls its weights, see _offers.lua).
+-- holder (its name in the registry), kind (of the groups that it takes), version (that training goes by), weights (the set of versions that
+-- may write for it: its own, or for a runner those of all replicas), nonce, most (groups that it may still get), slots (trajectories that
+-- it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups that it holds, if
+-- any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open), pulls (whether it is a replica that
+-- pulls its weights, see _offers.lua).
 -- uses: _group, _run
 
--- Whether the taker's weights may write this group. All replicas in epochs have the newest. Those of a replica that pulls may be too old to
--- be trained on (law 2), and are not those that a validation evaluates, unless they are of its version.
+-- The oldest weights that a lease of the group allows. A validation is written by the version that it evaluates, and by no other (law 2).
+local function version_for(taker, group)
+  return group.lane == 'train' and taker.version or tonumber(redis.call('HGET', group.key, 'validation'))
+end
+
+-- Whether the taker's weights may write this group. Replicas in epochs train with the newest; those of a replica that pulls may be too old
+-- to be trained on (law 2).
 local function may_write(run, taker, group)
-  if not taker.pulls then return true end
-  if group.lane == 'train' then return may_work_under(run, taker.version) end
-  return tonumber(redis.call('HGET', group.key, 'validation')) == taker.version
+  local version = version_for(taker, group)
+  return taker.weights[version] and (group.lane ~= 'train' or not taker.pulls or may_work_under(run, version))
 end
 
 local function lease_token(nonce, number, group)

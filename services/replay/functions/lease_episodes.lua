@@ -2,21 +2,23 @@
 -- KEYS     the run
 -- ARGV     runner, slots, validation_slots (training and validation episodes that it can start), number (of this call, higher than any
 --          before), nonce (from which tokens are made)
--- Returns  msgpack: like `lease`; version is the lowest that a HEALTHY replica holds, and without one nothing is leased. A group that had a
---          lease before also has tries: index and count of the episodes that were begun before
+-- Returns  msgpack: like `lease`; version is the lowest that a HEALTHY replica holds, or the one that a validation evaluates, and what no
+--          replica holds is not leased. A group that had a lease before also has tries: index and count of the episodes that were begun
+--          before
 -- Errors   HR_FENCED: the runner is not registered, or the call arrives late; HR_INVALID
 -- uses: _args, _fleet, _lease, _register, _run
 
--- The lowest version of the weights that verified replicas hold on this timeline and work may begin under; nil if there is none.
-local function lowest_version(run)
-  local lowest
+-- The versions of the weights that verified replicas hold on this timeline and work may begin under, as a set; and the lowest, nil if there
+-- is none.
+local function versions_held(run)
+  local held, lowest = {}, nil
   for _, replica in ipairs(redis.call('ZRANGE', run.base .. 'replicas', 0, -1)) do
     local state, version, timeline, pulls =
       unpack(redis.call('HMGET', replica_key(run, replica), 'state', 'version', 'timeline', 'pulls'))
     local there = state_of(run, state, timeline) == 'HEALTHY' and (pulls ~= '1' or may_work_under(run, tonumber(version)))
-    if there then lowest = math.min(lowest or math.huge, tonumber(version)) end
+    if there then held[tonumber(version)], lowest = true, math.min(lowest or math.huge, tonumber(version)) end
   end
-  return lowest
+  return held, lowest
 end
 
 register('lease_episodes', {
@@ -26,10 +28,10 @@ register('lease_episodes', {
   return answer_lease(run, call, holder, function()
     local state, cohort = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'cohort'))
     if state ~= 'ALIVE' then refuse('HR_FENCED', 'runner ' .. call.runner .. ' is not registered; it must register under a new name') end
-    local version = lowest_version(run)
-    if not version then return {timeline = run.timeline, incarnation = run.incarnation, version = -1, leases = {}} end
+    local weights, version = versions_held(run)
+    if not version then return {timeline = run.timeline, incarnation = run.incarnation, leases = {}} end
     return lease_to(run, {
-      holder = holder, kind = 'episodes', version = version, nonce = call.nonce, most = BATCH, cohort = cohort,
+      holder = holder, kind = 'episodes', version = version, weights = weights, nonce = call.nonce, most = BATCH, cohort = cohort,
       slots = {train = call.slots, validation = call.validation_slots}, leases = {},
     })
   end)

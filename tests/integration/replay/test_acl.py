@@ -123,6 +123,7 @@ async def test_each_role_does_its_whole_job_with_its_own_user(opened: EmbeddedSe
         assert await trainer.read_wanted() == [failing.group.order]
         assert await trainer.enqueue(groups[failing.group.order :][:1], state.timeline, refill=True) == 1
 
+        await transfer(trainer, rollout, replica, 1)
         await run_an_episode(trainer, agents)
         await people_look(reader)
         await people_look(replay)

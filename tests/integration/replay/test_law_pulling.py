@@ -108,6 +108,32 @@ async def test_a_validation_is_written_by_the_weights_that_it_evaluates(replay: 
     assert [lease.group.id for lease in await replay.lease(far, 1)] == [held[0].group.id]
 
 
+@pytest.mark.limits(environments={"game": EnvironmentLimits(episodes=True)})
+async def test_law_2_episodes_of_a_validation_are_of_what_it_evaluates(replay: ReplayClient) -> None:
+    """Those of training may be answered by a replica that still has older weights."""
+    timeline = (await replay.state()).timeline
+    await enqueue(replay, range(2))
+    far, near = await pulling(replay, 0), await healthy_replica(replay)
+    await train(replay, near, 1)
+    training = make_group(2, env_name="game")
+    validation = make_group(0, lane="validation", env_name="game")
+    await replay.enqueue([training], timeline)
+    await replay.enqueue([validation], timeline, validation=1)
+    runner = nonce()
+    await replay.register_runner(runner, {})
+    leases = await replay.lease_episodes(runner, 64, 64)
+    assert {lease.group.id: lease.version for lease in leases} == {training.id: 0, validation.id: 1}
+    for lease in leases:
+        await replay.release(lease, "shutdown", failed=False)
+    await replay.deregister(near)
+    other = nonce()
+    await replay.register_runner(other, {})
+    assert [lease.group.id for lease in await replay.lease_episodes(other, 64, 64)] == [training.id]
+    assert (await replay.verify(far, await offer(replay, 1), PROBE)).verified
+    (lease,) = await replay.lease_episodes(other, 64, 64)
+    assert (lease.group.id, lease.version) == (validation.id, 1)
+
+
 async def test_law_6_who_has_no_room_takes_no_share(replay: ReplayClient) -> None:
     await enqueue(replay, range(12))
     far, near = await pulling(replay, 0), await healthy_replica(replay)

@@ -84,6 +84,37 @@ async def test_law_2_a_validator_keeps_the_version_until_all_is_evaluated(
     assert await leased(replay, first) != []
 
 
+async def test_law_2_who_validated_older_weights_takes_no_part_in_the_next(
+    replay: ReplayClient, fleet: list[str]
+) -> None:
+    """It is still verified, since no epoch was for it, when the next validation begins."""
+    first, second, _ = fleet
+
+    async def finish_all(replica: str) -> list[str]:
+        leases = await replay.lease(replica, ALL)
+        for lease in leases:
+            await push_all(replay, lease)
+        await score_all(replay)
+        return [lease.group.id for lease in leases if lease.group.lane == "validation"]
+
+    await validate(replay, 0, [first])
+    await train(replay, await replay.lease(second, 2), 0)
+    await refit(replay, 1, fleet)
+    assert await finish_all(first) == ["v0-0", "v0-1"]
+    await validate(replay, 1, [])
+    assert (await states(replay))[first] == ("HEALTHY", 0, False)
+    assert await finish_all(first) == []
+    orphan, suspect = await replay.lease(second, 2)
+    assert [orphan.group.id, suspect.group.id] == ["v1-0", "v1-1"]
+    await replay.release(orphan, "it drains", failed=False)
+    assert await finish_all(first) == []
+    await replay.deregister(second, died=True)
+    assert await finish_all(first) == []
+    await refit(replay, 1, [first])
+    assert await finish_all(first) == ["v1-1"]  # a suspect goes alone
+    assert await finish_all(first) == ["v1-0"]
+
+
 async def test_law_6_validators_lease_validations_others_training(replay: ReplayClient, fleet: list[str]) -> None:
     first, second, _ = fleet
     held = await replay.lease(first, 1)  # from before
@@ -177,6 +208,7 @@ async def test_law_6_nobody_validates_once_the_validation_is_over(
         await replay.drop_validation(timeline, 1)
         assert (await replay.state()).validation == -1
     else:
+        await refit(replay, 1, [second])
         await validate(replay, 1, [])
     assert not any(validates for _, _, validates in (await states(replay)).values())
     expected = {"dropped": [], "the next": ["v1-0", "v1-1"], "rewound": ["v0-0", "v0-1"]}[how]

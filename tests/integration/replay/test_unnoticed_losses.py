@@ -173,7 +173,7 @@ async def test_law_1_lost_prompts_of_a_refill_are_enqueued_before_it_ends(cut: C
 async def test_a_lost_validation_is_enqueued_again(cut: CutServer, replay: ReplayClient) -> None:
     state = await replay.rewind(0, nonce())
     groups = [make_group(order, lane="validation") for order in range(3)]
-    validation = Validation(replay, BufferRetry(10.0), state.timeline, 7)
+    validation = Validation(replay, BufferRetry(10.0), state.timeline, 0)
     await cut.mark(replay)
     await validation.start(groups)
     assert await cut.lose() > 0
@@ -184,7 +184,7 @@ async def test_a_lost_validation_is_enqueued_again(cut: CutServer, replay: Repla
     assert validation.metrics()["evaluated"] == 3
     # what was dropped on purpose does not come back
     await validation.abandon()
-    assert await replay.enqueue(groups, state.timeline, validation=7) == 0
+    assert await replay.enqueue(groups, state.timeline, validation=0) == 0
 
 
 async def test_lost_limits_are_set_again_by_the_newest_replay_service(
