@@ -84,6 +84,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="calls of the buffer that tests/properties makes; messages that tests/fuzz sends to each function, method and route",
     )
+    parser.addoption(
+        "--no-shrink", action="store_true", help="tests/properties: end at the first failure as it was found"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

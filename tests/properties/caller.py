@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -30,6 +32,9 @@ lateness = st.sampled_from([0] * 8 + [1, 2])
 class Caller(RuleBasedStateMachine):
     url: str
     runs = itertools.count()
+    found: Callable[[str], object] = staticmethod(
+        lambda _: None
+    )  # is told each failure at once: it may take minutes to shrink
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +57,7 @@ class Caller(RuleBasedStateMachine):
             return self.runner.run(call)
         except BaseException:
             self.broken = True
+            self.found(traceback.format_exc())
             raise
 
     @property

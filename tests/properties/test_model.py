@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -17,11 +19,26 @@ SHARES = {"valkey": 0.8, "redis-7.0": 0.2}
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # as long as so many calls take
-def test_the_buffer_does_what_the_model_says(server_kind: str, clocked_url: str, calls: int, session_seed: int) -> None:
+def test_the_buffer_does_what_the_model_says(
+    server_kind: str,
+    clocked_url: str,
+    calls: int,
+    session_seed: int,
+    pytestconfig: pytest.Config,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     made: list[int] = []
+    failures: list[str] = []
+
+    def show_the_first(failure: str) -> None:
+        failures.append(failure)
+        if len(failures) == 1:
+            with capfd.disabled():
+                sys.stderr.write(f"\nthe first failure on {server_kind}, not shrunk:\n{failure}")
 
     class EveryoneThere(Everyone):
         url = clocked_url
+        found = staticmethod(show_the_first)
 
         def teardown(self) -> None:
             super().teardown()
@@ -40,6 +57,6 @@ def test_the_buffer_does_what_the_model_says(server_kind: str, clocked_url: str,
                 print_blob=True,
                 report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate, Phase.shrink],
+                phases=[Phase.generate] if pytestconfig.getoption("no_shrink") else [Phase.generate, Phase.shrink],
             ),
         )
