@@ -501,22 +501,22 @@ async def test_neither_training_nor_validation_waits_for_slots_of_the_other(stag
     async def evaluated(*ids: str) -> bool:
         return len((await stage.replay.read_evaluated(ids))[0]) == len(ids)
 
-    async def validate(version: int, *ids: str) -> None:
+    async def validate(*ids: str) -> None:
         groups = [
             make_group(order, n=1, lane="validation", env_name="talk", group_id=id_) for order, id_ in enumerate(ids)
         ]
-        await stage.replay.enqueue(groups, (await stage.replay.state()).timeline, validation=version)
+        await stage.replay.enqueue(groups, (await stage.replay.state()).timeline)
 
     programs = Played(plays)
     await stage.enqueue(0, 1)
     async with stage.runner(programs, slots=N, validation_slots=1) as (runner, _, _):
         await eventually(lambda: runner.count_taken("train") == N)
         may_end["validation"].set()
-        await validate(0, "v0", "v1")
+        await validate("v0", "v1")
         await eventually(lambda: evaluated("v0", "v1"))
         assert await stage.counts() == {"open": 1, "queued": 1}
         may_end["validation"].clear()
-        await validate(1, "v2", "v3")
+        await validate("v2", "v3")
         await eventually(lambda: runner.count_taken("validation") == 1)
         may_end["train"].set()
         await stage.until(ready=2)
