@@ -66,7 +66,7 @@ def status(
             raise
         show_past(sys.stdout, past)
         return
-    loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
+    loaded = loaded.change(run={"id": state.run_id})
     lines = [
         *failures(state, reasons, loaded.run_folder),
         *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),

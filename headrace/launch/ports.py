@@ -111,9 +111,8 @@ def settle(config: Config) -> Iterator[tuple[Config, dict[str, socket.socket]]]:
                 environments[name] = config.env[name].model_copy(update={"port": bound})
             elif key in _KNOWN:
                 settled.setdefault(section, {})[name] = bound
-        sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
         checked.close()
-        yield config.model_copy(update={**sections, "env": environments}), reserved
+        yield config.change(**settled).model_copy(update={"env": environments}), reserved
 
 
 def _holder(port: int) -> str:
