@@ -143,16 +143,9 @@ def evaluation(
     """Return the configuration of a run that asks these prompts, with this environment alone. Raises `ConfigError`."""
     given, place = evaluate.configuration(found, config, overrides)
     sets = evaluate.data_sets([str(prompts)], given, overrides)
-    alone = given.model_copy(
-        update={
-            "env": {_NAME: environment},
-            "data": given.data.model_copy(update={"train": [], "validation": []}),
-            # a run's own credentials have no token for this environment
-            "security": given.security
-            if found.run is None
-            else given.security.model_copy(update={"credentials": None}),
-        }
-    )
+    alone = given.change(data={"train": [], "validation": []}).model_copy(update={"env": {_NAME: environment}})
+    if found.run is not None:  # the run's own credentials have no token for this environment
+        alone = alone.change(security={"credentials": None})
     made = evaluate.evaluation_config(
         alone,
         found,

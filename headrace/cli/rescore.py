@@ -173,16 +173,11 @@ async def _hub(config: Config, name: str, environment: EnvConfig) -> AsyncIterat
         if environment.is_started:
             environment = environment.model_copy(update={"port": 0})  # this hub starts its own process
         scorers = [scorer for own in environment.scorers for scorer in config.list_scorers(own)]
-        here = {"host": LOOPBACK, "port": 0, "http_port": 0, "address": None}
-        alone = config.model_copy(
-            update={
-                "run": config.run.model_copy(update={"id": None}),
-                "env": {name: environment, **{scorer: config.env[scorer] for scorer in scorers}},
-                "reward": config.reward.model_copy(update=here),
-                # a hub for this process alone needs no certificate
-                "security": config.security.model_copy(update={"tls_cert": None, "tls_key": None}),
-            }
-        )
+        alone = config.change(
+            run={"id": None},
+            reward={"host": LOOPBACK, "port": 0, "http_port": 0, "address": None},
+            security={"tls_cert": None, "tls_key": None},  # a hub for this process alone needs no certificate
+        ).model_copy(update={"env": {name: environment, **{scorer: config.env[scorer] for scorer in scorers}}})
         hub = await stack.enter_async_context(running(alone))
         token = make_token_source(alone, "scorer")
         channel = rpc.channel(with_port(LOOPBACK, hub.port), config.reward.max_message_bytes, token=token)

@@ -102,7 +102,7 @@ def fork(
         raise ConfigError(f"{source} names no checkpoint; give RUN@STEP")
     config = found.run.config
     folder = Path(new) if len(Path(new).parts) > 1 else config.run_folder.parent / new
-    forks.fork(config, found.run.step, folder, ports.keys_of_a_copy(config))
+    forks.fork(config, found.run.step, folder, ports.list_unshared(config))
     typer.echo(
         f"run {folder.name} in {folder} continues from {found.name}: headrace up {folder / runs.SAVED} KEY=VALUE…"
     )

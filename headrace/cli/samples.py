@@ -175,7 +175,7 @@ def _panel(sample: StoredSample, texts: Texts | None) -> Panel:
     note = [f"{len(sample.token_ids)} tokens", *(["truncated"] if sample.truncated else []), sample.weights()]
     parts: list[RenderableType] = [
         *(_draw_text(sample) if texts is None else [_tokens(sample, texts)]),
-        *_draw_artifacts(sample),
+        *([Text.assemble(("artifacts: ", "bold"), _text(sample.left))] if sample.left else []),
         Text.assemble((worth, colour), ("  " + ", ".join(note), "dim")),
     ]
     parts += [_text(text, "red") for text in (sample.message, sample.traceback) if text]
@@ -190,11 +190,6 @@ def _draw_text(sample: StoredSample) -> Iterator[RenderableType]:
     for head, parts in sample.conversation:
         yield _text(head, "dim")
         yield Padding(Group(*map(_text, parts)), (0, 0, 0, 2))
-
-
-def _draw_artifacts(sample: StoredSample) -> Iterator[RenderableType]:
-    if sample.left:
-        yield Text.assemble(("artifacts: ", "bold"), _text(sample.left))
 
 
 def _tokens(sample: StoredSample, texts: Texts) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -65,18 +66,14 @@ def status(
             raise
         show_past(sys.stdout, past)
         return
-    loaded = loaded.model_copy(update={"run": loaded.run.model_copy(update={"id": state.run_id})})
+    loaded = loaded.change(run={"id": state.run_id})
     lines = [
         *failures(state, reasons, loaded.run_folder),
         *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
         *_time_left(newest, loaded.max_num_steps - state.next_step),
-        *list_findings(
-            [Line(of, step, "", 0.0, metrics) for _, of, step, metrics in reversed(newest)],  # type: ignore[arg-type]
-            loaded,
-            now.read(loaded.run_folder),
-        ),
+        *list_findings(newest, loaded, now.read(loaded.run_folder)),
         *(("set aside", line) for line in list_set_aside(loaded.checkpoint_folder)),
         *(("store", line) for line in list_problems(loaded.checkpoint_folder)),
         *device_plan.read_record(loaded.run_folder),
@@ -89,7 +86,6 @@ def show_past(out: TextIO, past: RunHistory) -> None:
     """Print what is known about a run that is down, one line per fact."""
     config = past.config
     versions = find_published(config.checkpoint_folder)
-    newest: Newest = [("", line.kind, line.step, line.metrics) for line in reversed(past.lines)]
     console = Console(file=out, width=WIDTH)
     for name, value in (
         ("run", config.run_folder.name),
@@ -97,7 +93,7 @@ def show_past(out: TextIO, past: RunHistory) -> None:
         *([("reason", brief(past.reason))] if past.reason else []),
         ("started", when(past.started)),
         ("steps", steps(past)),
-        *progress(newest, config.log_folder),
+        *progress(past.lines, config.log_folder),
         *list_findings(past.lines, config),
         *([("", str(past.collapse))] if past.collapse else []),
         ("best", str(past.best() or "-")),
@@ -123,22 +119,17 @@ def _removed_samples(past: RunHistory) -> Iterator[str]:
         yield f"{of} were {files.say_removed('train')}"
 
 
-Newest = Sequence[tuple[str, str, int, Mapping[str, float]]]
-
-
 async def _read(
     url: str, run_id: str | None
 ) -> tuple[
-    RunState, list[Replica], list[Runner], dict[Moment, TrajectoryMeter], Newest, list[EnvironmentState], list[str]
+    RunState, list[Replica], list[Runner], dict[Moment, TrajectoryMeter], list[Line], list[EnvironmentState], list[str]
 ]:
-    client = await ReplayClient.connect(url, run_id, timeout_s=3.0)
-    try:
-        newest = await client.newest_metrics(NEWEST)
+    async with contextlib.aclosing(await ReplayClient.connect(url, run_id, timeout_s=3.0)) as client:
+        entries = await client.newest_metrics(NEWEST)
+        newest = [Line(kind, step, "", 0.0, metrics) for _, kind, step, metrics in reversed(entries)]  # type: ignore[arg-type]
         environments = await client.environments()
         state, replicas, reasons = await client.state(), await client.replicas(), await client.failures()
         return state, replicas, await client.runners(), await client.bias(), newest, environments, reasons
-    finally:
-        await client.aclose()
 
 
 async def _buffer_wait(config: Config) -> str:
@@ -171,28 +162,27 @@ def waits_for(environments: Sequence[EnvironmentState]) -> Iterator[tuple[str, s
             yield from (("", line) for line in each.traceback.splitlines())
 
 
-def progress(newest: Newest, logs: Path) -> list[tuple[str, str]]:
-    """Return lines about the newest step and validation, and alarms. `logs` is the folder of an alarm's picture."""
-    lines = []
-    validation = next(((step, metrics) for _, of, step, metrics in newest if of == "validation"), None)
-    if validation is not None and (lacks := incomplete(validation[1])):
-        lines.append(("validation", f"step {validation[0]}: {lacks}"))
+def progress(lines: Sequence[Line], logs: Path) -> list[tuple[str, str]]:
+    """Return what the newest step and validation of a history tell, and alarms. `logs` is the folder of an alarm's picture."""
+    told = []
+    validation = next((line for line in reversed(lines) if line.kind == "validation"), None)
+    if validation is not None and (lacks := incomplete(validation.metrics)):
+        told.append(("validation", f"step {validation.step}: {lacks}"))
     for kind, name in (("train", "reward"), ("validation", "accuracy")):
-        found = next(((step, metrics) for _, of, step, metrics in newest if of == kind and name in metrics), None)
+        found = next((line for line in reversed(lines) if line.kind == kind and name in line.metrics), None)
         if found is None:
             continue
-        step, metrics = found
-        shown = accuracy_name(metrics) if kind == "validation" else name
-        lines.append((kind, f"step {step}: {shown} {metrics[name]:.3f}"))
-        lines += [("alarm", alarm) for alarm in alarms(step, metrics)]
-        if metrics.get("train_inference_alarm"):
+        shown = accuracy_name(found.metrics) if kind == "validation" else name
+        told.append((kind, f"step {found.step}: {shown} {found.metrics[name]:.3f}"))
+        told += [("alarm", alarm) for alarm in alarms(found.step, found.metrics)]
+        if found.metrics.get("train_inference_alarm"):
             pictures = sorted(logs.glob("disagreement_step*.png"), key=lambda path: path.stat().st_mtime_ns)
-            lines += [("", f"see {path}") for path in pictures[-1:]]
-    return lines
+            told += [("", f"see {path}") for path in pictures[-1:]]
+    return told
 
 
-def _time_left(newest: Newest, left: int) -> list[tuple[str, str]]:
-    said = time_left([metrics for _, kind, _, metrics in reversed(newest) if kind == "train"], left)
+def _time_left(lines: Sequence[Line], left: int) -> list[tuple[str, str]]:
+    said = time_left([line.metrics for line in lines if line.kind == "train"], left)
     return [("time", said)] if said else []
 
 

@@ -138,7 +138,7 @@ def _without(config: Config, elsewhere: int) -> Config:
         raise ConfigError(
             f"--elsewhere {elsewhere}: rollout.replicas is {config.rollout.replicas}, those included; raise it"
         )
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"replicas": replicas})})
+    return config.change(rollout={"replicas": replicas})
 
 
 def fetch_newest(config: Config) -> None:

@@ -6,9 +6,9 @@ Keys, meanings and defaults are those of NeMo RL.
 from __future__ import annotations
 
 import abc
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headrace.config.in_yaml import in_yaml
 from headrace.config.marks import Fixed, MayChange
@@ -113,6 +113,17 @@ class AdvEstimatorConfig(Section):
     """The estimator, which turns rewards into advantages."""
 
     name: str
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _of_this_algorithm(cls, name: Any) -> Any:
+        own = get_args(cls.model_fields["name"].annotation)
+        for algorithm, names in ESTIMATORS.items():
+            if name in names and name not in own:
+                raise ValueError(
+                    f"{name} is an estimator of {algorithm}; write a `{algorithm}` section, or choose {', '.join(own)}"
+                )
+        return name
 
     @property
     def takes_kl(self) -> bool:

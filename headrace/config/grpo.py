@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
+from headrace.config.algorithm import AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
 from headrace.config.marks import MayChange, ReadPath
 from headrace.config.section import Bounded
 
@@ -36,14 +36,6 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
         description="reinforce_plus_plus with loss_fn.use_kl_in_reward: a token pays for the divergence from itself to the end, as in "
         "the paper, not only for its own",
     )
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _of_grpo(cls, name: Any) -> Any:
-        if name in ESTIMATORS["ppo"]:
-            own = ", ".join(ESTIMATORS["grpo"])
-            raise ValueError(f"{name} is an estimator of ppo; write a `ppo` section, or choose {own}")
-        return name
 
     @model_validator(mode="after")
     def _keys_are_of_this_estimator(self) -> GRPOAdvEstimatorConfig:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from headrace.config.algorithm import ESTIMATORS, AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
+from headrace.config.algorithm import AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
 from headrace.config.marks import MayChange
 
 
@@ -31,14 +31,6 @@ class PPOAdvEstimatorConfig(AdvEstimatorConfig):
         ge=0,
         description="if above 0, the policy's lambda is 1 - 1 / (this times the length), whatever gae_lambda_policy is (VAPO)",
     )
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _of_ppo(cls, name: Any) -> Any:
-        if name in ESTIMATORS["grpo"]:
-            own = ", ".join(ESTIMATORS["ppo"])
-            raise ValueError(f"{name} is an estimator of grpo; write a `grpo` section, or choose {own}")
-        return name
 
     @model_validator(mode="after")
     def _raw_rewards_take_no_lambda(self) -> PPOAdvEstimatorConfig:

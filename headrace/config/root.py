@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +241,12 @@ class Config(Section):
         """The address of this run's folder in the object store; None if it has none."""
         settings = self.checkpointing
         return None if settings.store is None else f"{settings.store.rstrip('/')}/{self.run.id}"
+
+    def change(self, **sections: Mapping[str, Any]) -> Config:
+        """Return the configuration with other values of some keys, by section. They are not validated."""
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        )
 
     def relocate(self, folder: Path) -> Config:
         """Return the configuration of a run that is now in `folder`, because it was moved, renamed or copied. Its buffer and its

@@ -10,8 +10,6 @@ from headrace.base.addresses import is_one_host, replace_wildcard, with_port
 from headrace.config.marks import AnyPath, Fixed, MayChange
 from headrace.config.section import Section
 
-Port = int
-
 
 class RunConfig(Section):
     id: Fixed[str | None] = Field(

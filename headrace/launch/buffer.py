@@ -57,8 +57,8 @@ async def _start_embedded(config: Config, role: str, stack: contextlib.AsyncExit
     server = await _start_on_a_free_port(lambda port: make.of(config, LOOPBACK, port))
     stack.push_async_callback(server.stop)
     try:
-        moved = config.replay.model_copy(update={"redis_host": LOOPBACK, "redis_port": server.port})
-        url = credentials.buffer_url(config.model_copy(update={"replay": moved}), role)
+        moved = config.change(replay={"redis_host": LOOPBACK, "redis_port": server.port})
+        url = credentials.buffer_url(moved, role)
         return await ReplayClient.connect(url, config.run.id, timeout_s=0.0)
     except ReplayUnavailable as error:
         raise ServiceError(

@@ -87,11 +87,9 @@ def chart_values(config: Config, cluster: Cluster) -> tuple[dict[str, Any], list
 
 def _check(config: Config, cluster: Cluster) -> None:
     for name in cluster.images:
-        known = [name for name in config.custom if name in config.env]
-        if name not in known:
-            raise ConfigError(
-                f"--environment {name}: env has no environment of yours with that name ({', '.join(known) or 'there is none'})"
-            )
+        if name not in config.custom:
+            known = ", ".join(config.custom) or "there is none"
+            raise ConfigError(f"--environment {name}: env has no environment of yours with that name ({known})")
         if _NAME.fullmatch(name) is None:
             raise ConfigError(
                 f"--environment {name}: the name becomes part of a Kubernetes name; give env.{name} one of at most 19 characters a-z, 0-9 "

@@ -32,14 +32,7 @@ def check(config: Config, service: str) -> None:
 def _problems(config: Config, service: str) -> Iterator[str]:
     security = config.security
     guarded = security.tls_cert is not None and security.credentials is not None
-    host = {
-        "replay": config.replay.host,
-        "reward": config.reward.host,
-        "rollout": config.rollout.host,
-        "agents": config.agents.host,
-        "trainer": config.trainer.host,
-        "page": config.page.host,
-    }[service]
+    host: str = getattr(config, service).host
     if not is_loopback(host) and not guarded:
         yield f"{service}.host {host}: a service doesn't listen beyond the loopback interface without TLS and credentials; {_REMEDY}"
     if service in ("replay", "agents"):  # they call the hub

@@ -51,11 +51,10 @@ def list_chosen(config: Config) -> list[str]:
     return found
 
 
-def keys_of_a_copy(config: Config) -> dict[str, None]:
-    """Return the keys that a copy of the run, under another name, must not share with it, for removal: its ports, and credentials."""
-    ports = dict.fromkeys(key for key in _listeners(config))
+def list_unshared(config: Config) -> list[str]:
+    """Return the keys that a copy of the run, under another name, must not share with it: its ports, and credentials."""
     own = Path(config.security.credentials or "").parent.absolute() == config.run_folder.absolute()
-    return ports | (dict.fromkeys(["security.credentials"]) if own else {})
+    return [*_listeners(config), *(["security.credentials"] if own else [])]
 
 
 def list_busy(config: Config) -> list[str]:
@@ -111,9 +110,8 @@ def settle(config: Config) -> Iterator[tuple[Config, dict[str, socket.socket]]]:
                 environments[name] = config.env[name].model_copy(update={"port": bound})
             elif key in _KNOWN:
                 settled.setdefault(section, {})[name] = bound
-        sections = {section: getattr(config, section).model_copy(update=ports) for section, ports in settled.items()}
         checked.close()
-        yield config.model_copy(update={**sections, "env": environments}), reserved
+        yield config.change(**settled).model_copy(update={"env": environments}), reserved
 
 
 def _holder(port: int) -> str:

@@ -64,7 +64,7 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     if not saved.exists():
         return config, []
     before = with_credentials(_with_own_credentials(load(saved, environ={})))
-    config = _with_digest(config)
+    config = config.change(run={"from_environment": digest(config)})
     if before.run.id != config.run.id:
         raise _renamed(saved.parent, before)
     changes = [
@@ -81,11 +81,6 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
             f"run {config.run.id} has {trained}, and can't continue with these keys changed; restore them, or give another run.id:\n{keys}"
         )
     return config, [str(change) for change in changes]
-
-
-def _with_digest(config: Config) -> Config:
-    """Return the configuration with the digest of what its fixed keys have from the environment now."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"from_environment": digest(config)})})
 
 
 def _is_same_path(one: object, other: object) -> bool:
@@ -111,18 +106,14 @@ def with_credentials(config: Config) -> Config:
     """Return the configuration with the credentials in the run's folder, unless it gives another place."""
     if config.security.credentials is not None:
         return config
-    return _with(config, config.run_folder.absolute() / credentials.FILE)
+    return config.change(security={"credentials": str(config.run_folder.absolute() / credentials.FILE)})
 
 
 def _with_own_credentials(config: Config) -> Config:
     """Return the configuration with the credentials in the run's folder if it was saved with them, wherever the folder was then."""
     saved, own = Path(config.security.credentials or ""), config.run_folder.absolute() / credentials.FILE
     is_own = (saved.parent.name, saved.name) == (config.run.id, own.name) and own.exists()
-    return _with(config, own) if is_own else config
-
-
-def _with(config: Config, path: Path) -> Config:
-    return config.model_copy(update={"security": config.security.model_copy(update={"credentials": str(path)})})
+    return config.change(security={"credentials": str(own)}) if is_own else config
 
 
 def make_credentials(config: Config) -> None:
@@ -207,8 +198,7 @@ def save(config: Config) -> Path:
     path = config.run_folder.absolute() / SAVED
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     start = os.path.relpath(Path.cwd(), path.parent.resolve())
-    saved = _with_digest(config)
-    saved = saved.model_copy(update={"run": saved.run.model_copy(update={"started_in": start})})
+    saved = config.change(run={"from_environment": digest(config), "started_in": start})
     write_private(path, dump(saved).encode())
     return path
 

@@ -250,19 +250,14 @@ class SshRun:
     def _up(self) -> Command:
         """`headrace up` with what its run saves for later starts, and for other commands on that host."""
         own = os.path.join(self._secrets, self._found[0].address)
-        config = self._config
-        given = config.model_copy(
-            update={
-                "replay": config.replay.model_copy(update={"redis_url": self._url(f"{self._secrets}/ca.pem")}),
-                "security": config.security.model_copy(
-                    update={
-                        "tls_ca": f"{self._secrets}/ca.pem",
-                        "tls_cert": f"{own}.pem",
-                        "tls_key": f"{own}.key",
-                        "credentials": f"{self._secrets}/credentials",
-                    }
-                ),
-            }
+        given = self._config.change(
+            replay={"redis_url": self._url(f"{self._secrets}/ca.pem")},
+            security={
+                "tls_ca": f"{self._secrets}/ca.pem",
+                "tls_cert": f"{own}.pem",
+                "tls_key": f"{own}.key",
+                "credentials": f"{self._secrets}/credentials",
+            },
         )
         elsewhere = sum(map(len, self._placed[1:]))
         argv = [self._python, "-P", "-m", "headrace.cli", "up", f"{FILES}/run.yaml", "--elsewhere", str(elsewhere)]

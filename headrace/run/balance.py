@@ -107,10 +107,6 @@ class Balance:
     generating: float
     repeated: float = 0.0
 
-    @property
-    def steps_an_hour(self) -> float:
-        return 3600 / self.step_s
-
 
 def simulate(work: Workload, seed: int = 0, steps: int | None = None) -> Balance:
     """Return how the workload runs once it has come into its rhythm, over so many `steps`. The same arguments give the same balance."""

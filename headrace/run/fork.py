@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +22,7 @@ import msgspec
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.base.files import fsync, link_or_copy
 from headrace.config import Config
+from headrace.config.keys import look
 from headrace.config.yaml_text import dump_value, parse
 from headrace.run import checkpoints, group_files, prompt_counts
 from headrace.run.checkpoints import STATE, SUMS
@@ -34,9 +35,9 @@ from headrace.run.sample_files import Kind, SampleFiles
 _TRIES = 3
 
 
-def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) -> None:
-    """Make `folder` the fork of the run of `config` at checkpoint `version`. Its id is the folder's name, and `keys` are further keys of
-    its configuration; None removes one.
+def fork(config: Config, version: int, folder: Path, unshared: Sequence[str]) -> None:
+    """Make `folder` the fork of the run of `config` at checkpoint `version`. Its id is the folder's name, and its configuration has none of
+    the keys `unshared`.
 
     Raises `ConfigError` if the checkpoint doesn't exist, or the folder does. Raises `ServiceError` if the folder can't be written; nothing
     of it is left then.
@@ -63,7 +64,7 @@ def fork(config: Config, version: int, folder: Path, keys: Mapping[str, Any]) ->
             shutil.copytree(config.run_folder / INPUTS, unfinished / INPUTS)
         now = time.time()
         _write(unfinished / RECORD, msgspec.json.encode(RunRecord(now, "stopped", now)))
-        _write(unfinished / SAVED, _configuration(config, folder, keys).encode())
+        _write(unfinished / SAVED, _configuration(config, folder, unshared).encode())
         unfinished.rename(folder)
         fsync(folder.parent)
     except OSError as error:
@@ -134,32 +135,20 @@ def copy_groups(source: Path, target: Path) -> None:
             return
 
 
-def _configuration(config: Config, folder: Path, keys: Mapping[str, Any]) -> str:
+def _configuration(config: Config, folder: Path, unshared: Sequence[str]) -> str:
     """Return the configuration that the run saved, for the fork."""
     saved = config.run_folder / SAVED
     values = parse(saved.read_text(encoding="utf-8"), str(saved))
-    started_in = values["run"].get("started_in")
-    own = {
-        "run.id": folder.name,
-        "run.dir": str(folder.absolute().parent),
-        # as seen from the fork's folder
-        "run.started_in": started_in
-        and os.path.relpath(
-            (config.run_folder.resolve() / started_in).resolve(), folder.absolute().parent.resolve() / folder.name
-        ),
-        # folders of the source
-        "checkpointing.checkpoint_dir": None,
-        "logger.log_dir": None,
-    }
-    for key, value in {**own, **keys}.items():
+    run = values["run"]
+    run.update(id=folder.name, dir=str(folder.absolute().parent))
+    if run.get("started_in"):  # as seen from the fork's folder
+        started_in = (config.run_folder.resolve() / run["started_in"]).resolve()
+        run["started_in"] = os.path.relpath(started_in, folder.absolute().parent.resolve() / folder.name)
+    for key in ("checkpointing.checkpoint_dir", "logger.log_dir", *unshared):
         section, _, name = key.rpartition(".")
-        holder: Any = values
-        for part in section.split("."):
-            holder = holder.get(part) if isinstance(holder, dict) else None
+        holder = look(values, section)
         if isinstance(holder, dict):
             holder.pop(name, None)
-            if value is not None:
-                holder[name] = value
     return dump_value(_moved(values, str(config.run_folder.absolute() / INPUTS), str(folder.absolute() / INPUTS)))
 
 

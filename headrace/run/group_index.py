@@ -35,10 +35,7 @@ _BUILDING_KIB, _ASKING_KIB = 65536, 8192
 
 # The fields of events that the index is built from.
 _FIELDS = [name for name in GroupEvent._fields if name not in ("messages", "cause")]
-_RECORDED = (
-    "id", "lane", "order", "n", "environment", "state", "reason", "step", "timeline", "attempts", "replicas", "build", "trajectories",
-    "enqueued", "ended", "first", "last",
-)  # fmt: skip
+_RECORDED = [field.name for field in dataclasses.fields(GroupRecord)]
 _DERIVED = ("mean", "spread", "oldest", "newest", "age")
 _TABLES = f"""
 CREATE TABLE about (schema INTEGER, ms INTEGER, number INTEGER, lost INTEGER, lost_last INTEGER, full_text INTEGER);

@@ -100,7 +100,6 @@ def configured(config: Config) -> dict[str, Any]:
     """Return what a configuration says of its workload: how much of it there is, and not how fast it is."""
     algorithm, agents = config.algorithm, config.agents
     asynchrony = algorithm.asynchrony
-    episodes = any(environment.runs_episodes for environment in config.env.values())
     return {
         "prompts": algorithm.num_prompts_per_step,
         "replicas": config.rollout.replicas,
@@ -110,8 +109,8 @@ def configured(config: Config) -> dict[str, Any]:
         "policy": asynchrony.staleness_policy,
         "ahead": algorithm.ahead_steps,
         "drains": not (asynchrony.enabled and asynchrony.in_flight_weight_updates),
-        "runners": agents.runners if episodes else None,
-        "episode_places": agents.slots // algorithm.num_generations_per_prompt if episodes else 0,
+        "runners": agents.runners if config.has_episodes else None,
+        "episode_places": agents.slots // algorithm.num_generations_per_prompt if config.has_episodes else 0,
     }
 
 

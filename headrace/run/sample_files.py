@@ -14,14 +14,14 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from headrace.base.errors import CodecError, ServiceError
 from headrace.base.files import UNREADABLE, atomic_write, cut_torn_line
 from headrace.run.indexed_lines import Key, Shorten, find_lines, write_lines
-from headrace.run.samples import StoredSample, view_record
+from headrace.run.samples import StoredSample
 
 if TYPE_CHECKING:
     from headrace.config import Config
@@ -171,13 +171,6 @@ class SampleFiles:
             return next(iter([line for path in self.failed_paths for line in _find(path, group, index)][::-1]), None)
         return next(_find(self.path(kind, step), group, index), None)
 
-    def view(
-        self, kind: Kind | Literal["failed"], step: int, group: str, index: int, *, first: int = 0, count: int = 5000
-    ) -> dict[str, Any] | None:
-        """Return the trajectory that `find` finds as `view_record` shows it. Raises as `read` does."""
-        line = self.find(kind, step, group, index)
-        return None if line is None else view_record(line, first, count)
-
     def append_failed(self, records: Sequence[Mapping[str, Any]], segment_bytes: int = FAILED_BYTES) -> None:
         """Add lines to `failed_data.jsonl`, of which at most two files of about `segment_bytes` are kept. Raises `ServiceError` for a full
         disk, or a folder that can't be written."""
@@ -250,7 +243,9 @@ def _find_lines(
     needle = b'"group":' + msgspec.json.encode(group)
     try:
         with path.open("rb") as file:
-            for line in _lines(path, file, group if index is None else (group, index), shorten):
+            # of a file that is packed only a few lines are unpacked, those with this key among them
+            key = group if index is None else (group, index)
+            for line in find_lines(file, key, shorten) if path.suffix == ".gz" else file:
                 if needle not in line or not line.endswith(b"\n"):
                     continue
                 place = msgspec.json.decode(line, type=_Place)
@@ -260,11 +255,6 @@ def _find_lines(
         return
     except UNREADABLE as error:
         raise _unreadable(path, error) from error
-
-
-def _lines(path: Path, file: IO[bytes], key: Key | str, shorten: Shorten | None) -> Iterable[bytes]:
-    """Return the lines among which those with this key are: a few, or all in a file that isn't packed."""
-    return find_lines(file, key, shorten) if path.suffix == ".gz" else file
 
 
 def _decode(path: Path, kind: type[T]) -> list[T]:

@@ -19,7 +19,7 @@ from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory, Group, Sampling, Span
 from headrace.run import samples
 from headrace.run.sample_files import SampleFiles, read_heads
-from headrace.run.samples import COLUMNS, MaskReason, failed_record, record
+from headrace.run.samples import COLUMNS, MaskReason, failed_record, record, view_record
 from headrace.run.token_texts import TokenTexts
 from tests.support.episodes import call, episode
 from tests.support.stored_samples import sample
@@ -49,6 +49,12 @@ def many(count: int, **more: Any) -> list[dict[str, Any]]:
     return [line(f"g{place // 4}", place % 4, **more) for place in range(count)]
 
 
+def view(files: SampleFiles, kind: Any, step: int, group: str, index: int, first: int = 0, count: int = 5000) -> Any:
+    found = files.find(kind, step, group, index)
+    assert found is not None
+    return view_record(found, first, count)
+
+
 PLAYED = episode(
     [call(-1, [1], [2, 3], version=3), call(0, [4], [5, 26], spans=(Span(3, 0, 1), Span(4, 1, 2)), trained=False)]
 )
@@ -63,8 +69,7 @@ def test_a_view_has_the_columns_tokens_and_calls_of_one_trajectory(tmp_path: Pat
     files.write(
         "train", 7, [*many(8), {**record(GROUP, played, score, TokenTexts(Letters())), **of_step, "group": group}]
     )
-    found = files.view("train", 7, group, played.index, first=1, count=2)
-    assert found is not None
+    found = view(files, "train", 7, group, played.index, first=1, count=2)
     assert (found["total"], found["first"], found["step"], found["reward"]) == (4, 1, 7, 0.5)
     assert found["tokens"] == [{"id": 3, "text": "c"}, {"id": 5, "text": "e"}]
     assert found["columns"] == {"generation_logprobs": [-0.5, None], "token_losses": [-0.25, None]}
@@ -82,11 +87,9 @@ def test_a_view_has_the_columns_tokens_and_calls_of_one_trajectory(tmp_path: Pat
     assert second["context_tokens"] == [{"id": 4, "text": "d"}]
     assert found["legend"]["mask_reasons"][2] == "UNTRAINED_CALL"
     assert found["legend"]["clipped"][-1] == "LOW"
-    rest = files.view("train", 7, group, played.index, first=3)
-    assert rest is not None
+    rest = view(files, "train", 7, group, played.index, first=3)
     assert rest["tokens"] == [{"id": 26, "text": "<0xE2>"}]
-    beyond = files.view("train", 7, group, played.index, first=9)
-    assert beyond is not None
+    beyond = view(files, "train", 7, group, played.index, first=9)
     assert beyond["tokens"] == []
     json.dumps(found, allow_nan=False)
 
@@ -94,9 +97,9 @@ def test_a_view_has_the_columns_tokens_and_calls_of_one_trajectory(tmp_path: Pat
 def test_what_is_not_kept_is_none(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path, None)
     files.write("train", 7, many(8))
-    assert files.view("train", 7, "g1", 4) is None
-    assert files.view("train", 7, "g", 1) is None
-    assert files.view("train", 8, "g1", 1) is None
+    assert files.find("train", 7, "g1", 4) is None
+    assert files.find("train", 7, "g", 1) is None
+    assert files.find("train", 8, "g1", 1) is None
 
 
 def test_only_the_line_that_is_asked_for_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +115,7 @@ def test_only_the_line_that_is_asked_for_is_unpacked(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("headrace.run.indexed_lines.gzip.decompress", decompress)
     for place in (0, 17, 39):
-        found = files.view("train", 7, f"g{place // 4}", place % 4)
-        assert found is not None
+        found = view(files, "train", 7, f"g{place // 4}", place % 4)
         assert (found["group"], found["index"]) == (f"g{place // 4}", place % 4)
     assert len(unpacked) == 3
     assert max(unpacked) < 400_000, "of 1.2 MB"
@@ -138,7 +140,7 @@ def test_of_a_long_line_what_precedes_its_tokens_is_unpacked(tmp_path: Path, one
     (head,) = read_heads(path, GROUP.id, SampleHead)
     assert (head.metadata, head.content, len(head.calls)) == (score.metadata, one.text, len(line.get("calls", [])))
     with pytest.raises(CodecError, match=path.name):
-        files.view("train", 7, GROUP.id, one.index)
+        files.find("train", 7, GROUP.id, one.index)
 
 
 def test_every_reader_of_gzip_reads_an_indexed_file(tmp_path: Path) -> None:
@@ -153,8 +155,7 @@ def test_every_reader_of_gzip_reads_an_indexed_file(tmp_path: Path) -> None:
 def test_a_line_without_texts_or_columns_is_read(tmp_path: Path) -> None:
     files = SampleFiles(tmp_path, None)
     files.write("train", 7, many(8))
-    found = files.view("train", 7, "g1", 2)
-    assert found is not None
+    found = view(files, "train", 7, "g1", 2)
     assert found["tokens"] == [{"id": 5, "text": None}, {"id": 6, "text": None}]
     assert list(found["columns"]) == ["generation_logprobs"]
     assert found["metadata"] == found["artifacts"] == {}
@@ -170,7 +171,7 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path, cut: int) -> None:
     path = files.path("train", 7)
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(CodecError, match="train_data_step7"):
-        files.view("train", 7, "g9", 3)
+        files.find("train", 7, "g9", 3)
 
 
 def test_of_a_completion_that_failed_twice_the_last_is_viewed(tmp_path: Path) -> None:
@@ -179,8 +180,7 @@ def test_of_a_completion_that_failed_twice_the_last_is_viewed(tmp_path: Path) ->
     for message in ("first", "second"):
         failed = Score("FAILED", message=message, metadata={"stderr": message})
         files.append_failed([failed_record(GROUP, completion, failed, "bad")], segment_bytes=1)
-    found = files.view("failed", 0, GROUP.id, completion.index)
-    assert found is not None
+    found = view(files, "failed", 0, GROUP.id, completion.index)
     assert found["metadata"] == {"stderr": "second"}
 
 

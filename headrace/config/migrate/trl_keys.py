@@ -9,6 +9,7 @@ _HUB = "`headrace export RUN -o DIR` writes a model that can be uploaded"
 _LOG = "metrics.jsonl has every step, and samples have every trajectory (docs/watching.md)"
 _SEVERAL = "several reward functions"
 _BATCH = "grpo.num_prompts_per_step, policy.train_global_batch_size, policy.train_micro_batch_size"
+_OPTIMIZER = "the optimizer is AdamW or Adam: policy.optimizer"
 _SCHEDULE = "policy.scheduler"
 _PEFT = "an adapter (use_peft, LoraConfig)"
 _VLLM = "use_vllm and vllm_importance_sampling_correction"
@@ -33,7 +34,7 @@ TABLE: tuple[Row, ...] = (
         "args processing_class task_type lora_task_type bias quantization_config", "taken from the model, or not needed"
     ),
     *replaced("callbacks", "`headrace status`, alarms (`run.stop_on`) and trackers watch a run from outside"),
-    *missing("optimizers optimizer_cls_and_kwargs", "the optimizer is AdamW or Adam: policy.optimizer"),
+    *missing("optimizers optimizer_cls_and_kwargs", _OPTIMIZER),
     *missing("reward_processing_classes", "the tokenizer of a reward model is its own"),
     *missing(
         "tools rollout_func environment_factory max_tool_calling_iterations",
@@ -48,7 +49,7 @@ TABLE: tuple[Row, ...] = (
     *used("per_device_train_batch_size", _BATCH, 8),
     *used("gradient_accumulation_steps", _BATCH, 1),
     *used("steps_per_generation generation_batch_size", _BATCH),
-    Row("num_generations", "used", "grpo.num_generations_per_prompt", 8, direct=True),
+    direct("num_generations", "grpo.num_generations_per_prompt", 8),
     *used("num_iterations", "1 alone: grpo makes one pass over a batch", 1),
     *used("max_steps", "grpo.max_num_steps", -1),
     *used("num_train_epochs", "grpo.max_num_epochs", 3.0),
@@ -62,13 +63,7 @@ TABLE: tuple[Row, ...] = (
     *used("adam_beta2", "policy.optimizer.kwargs.betas", 0.999),
     direct("adam_epsilon", "policy.optimizer.kwargs.eps", 1e-8),
     direct("max_grad_norm", "policy.max_grad_norm", 1.0),
-    Row(
-        "optim",
-        "missing",
-        "the optimizer is AdamW or Adam: policy.optimizer",
-        "adamw_torch_fused",
-        quiet=("adamw_torch", "adamw_hf"),
-    ),
+    *missing("optim", _OPTIMIZER, "adamw_torch_fused", quiet=("adamw_torch", "adamw_hf")),
     *used("lr_scheduler_type", _SCHEDULE, "linear"),
     *used("lr_scheduler_kwargs warmup_ratio", _SCHEDULE),
     *used("warmup_steps", _SCHEDULE, 0),
@@ -77,7 +72,7 @@ TABLE: tuple[Row, ...] = (
     *used("use_bias_correction_kl", "loss_fn.use_on_policy_kl_approximation", True, "beta"),
     *used("epsilon", "loss_fn.ratio_clip_min", 0.2),
     *used("epsilon_high", "loss_fn.ratio_clip_max"),
-    Row("delta", "used", "loss_fn.ratio_clip_c", None, direct=True),
+    direct("delta", "loss_fn.ratio_clip_c", None),
     *used("loss_type", "loss_fn.token_level_loss, constant_length or use_cispo", "dapo"),
     *used("importance_sampling_level", "loss_fn.sequence_level_importance_ratios", "token"),
     *used("scale_rewards", "grpo.normalize_rewards", "group"),
@@ -118,8 +113,8 @@ TABLE: tuple[Row, ...] = (
         "transformers_continuous_batching_config cache_implementation use_cache ds3_gather_for_generation",
         "vLLM always generates, in its own processes, and gets the weights after each step",
     ),
-    Row("vllm_gpu_memory_utilization", "used", "policy.generation.vllm_cfg.gpu_memory_utilization"),
-    Row("vllm_tensor_parallel_size", "used", "policy.generation.vllm_cfg.tensor_parallel_size"),
+    *used("vllm_gpu_memory_utilization", "policy.generation.vllm_cfg.gpu_memory_utilization"),
+    *used("vllm_tensor_parallel_size", "policy.generation.vllm_cfg.tensor_parallel_size"),
     *missing("vllm_structured_outputs_regex", "completions are not constrained"),
     # the model
     *used("model_init_kwargs dtype torch_dtype", "policy.precision"),

@@ -75,12 +75,7 @@ TABLE: tuple[Row, ...] = (
     *used("data.max_prompt_length", "data.max_input_seq_length", 512),
     *used("data.max_response_length", "policy.generation.max_new_tokens", 512),
     *used("data.filter_overlong_prompts", "data.overlong_prompts", False),
-    Row(
-        "data.truncation",
-        "missing",
-        "a prompt is never cut: `data.overlong_prompts` refuses it or leaves it out",
-        "error",
-    ),
+    *missing("data.truncation", "a prompt is never cut: `data.overlong_prompts` refuses it or leaves it out", "error"),
     direct("data.shuffle", "data.shuffle", True),
     *used("data.seed", "{section}.seed"),
     *used("data.val_max_samples", "{section}.max_val_samples", -1),
@@ -113,12 +108,8 @@ TABLE: tuple[Row, ...] = (
     *used(_within(ACTOR, "optim.warmup_style optim.lr_decay_style"), _SCHEDULE),
     *used(_within(ACTOR, "optim.min_lr_ratio"), _SCHEDULE, 0.0),
     *used(_within(ACTOR, "optim.total_training_steps"), _SCHEDULE, -1),
-    Row(
-        ACTOR + "optim.optimizer",
-        "missing",
-        "the optimizer is AdamW or Adam: policy.optimizer",
-        "AdamW",
-        quiet=("adam", "Adam"),
+    *missing(
+        ACTOR + "optim.optimizer", "the optimizer is AdamW or Adam: policy.optimizer", "AdamW", quiet=("adam", "Adam")
     ),
     *replaced(
         _within(

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from headrace.config.explain import known_keys, nearest, pattern, similar
@@ -60,7 +60,7 @@ class Refusal:
         return f"{'.'.join(self.keys)}: {self.what}{origin}{also}{self.remedy}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Translation:
     """A NeMo RL file in Headrace's keys.
 
@@ -70,15 +70,15 @@ class Translation:
     here). `implied`: what such a file means implicitly. `used`: how many keys are used.
     """
 
-    values: dict[str, Any]
-    came_from: Mapping[Keys, Keys]
-    placed: Mapping[Keys, Keys]
-    problems: tuple[Refusal, ...]
-    replaced: Mapping[str, tuple[str, ...]]
-    nothing: tuple[str, ...]
-    renamed: tuple[tuple[str, str], ...]
-    implied: Mapping[str, Any]
-    used: int
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    came_from: dict[Keys, Keys] = dataclasses.field(default_factory=dict)
+    placed: dict[Keys, Keys] = dataclasses.field(default_factory=dict)
+    problems: list[Refusal] = dataclasses.field(default_factory=list)
+    replaced: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    nothing: list[str] = dataclasses.field(default_factory=list)
+    renamed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    implied: dict[str, Any] = dataclasses.field(default_factory=dict)
+    used: int = 0
 
     @property
     def summary(self) -> str:
@@ -131,74 +131,58 @@ def shorten(keys: Iterable[str]) -> list[str]:
 
 def translate(values: dict[str, Any]) -> Translation:
     """Translate `values` (of a NeMo RL file, interpolations resolved) to Headrace's keys. Headrace's own keys in it stay as they are."""
-    return _Builder(copy.deepcopy(values)).build()
+    return _Builder(values).build()
 
 
 class _Builder:
     def __init__(self, values: dict[str, Any]) -> None:
-        self.given = copy.deepcopy(values)
-        self.theirs = values
-        self.ours: dict[str, Any] = {}
-        self.came_from: dict[Keys, Keys] = {}
-        self.placed: dict[Keys, Keys] = {}
+        self.given = values
+        self.theirs = copy.deepcopy(values)  # changed step by step
+        self.made = Translation()
         self.parts_refused: list[Refusal] = []
         self.values_refused: list[Refusal] = []
         self.unknown: list[Refusal] = []
-        self.replaced: dict[str, list[str]] = {}
-        self.nothing: list[str] = []
-        self.renamed: list[tuple[str, str]] = []
-        self.implied: dict[str, Any] = {}
-        self.used = 0
 
     def build(self) -> Translation:
-        if (problem := _of_another_kind(self.theirs)) is None:
-            self._translate()
-        # problems in the rest of a file that trains something else don't matter
+        if problem := _of_another_kind(self.theirs):
+            return Translation(problems=[problem])  # the rest of a file that trains something else doesn't matter
+        self._translate()
         refused = _together(dict.fromkeys([*self.parts_refused, *self.values_refused]))
         named = {other.keys[:end] for other in refused for end in range(len(other.keys) + 1)}
         unknown = [other for other in self.unknown if other.keys not in named]
-        problems = [problem] if problem else [*refused, *unknown]
-        return Translation(
-            self.ours,
-            self.came_from,
-            self.placed,
-            tuple(dict.fromkeys(problems)),
-            {says: tuple(keys) for says, keys in self.replaced.items()},
-            tuple(self.nothing),
-            tuple(self.renamed),
-            self.implied,
-            self.used,
-        )
+        self.made.problems = list(dict.fromkeys([*refused, *unknown]))
+        return self.made
 
     def _translate(self) -> None:
         for key, newer in modernise(self.theirs):
-            self.renamed.append((key, newer))
-            self.placed[_with_number(newer)] = tuple(key.split("."))
+            self.made.renamed.append((key, newer))
+            self.made.placed[_with_number(newer)] = tuple(key.split("."))
         _sources_as_lists(self.theirs)
         for key, what, remedy in unclear_switches(self.theirs):
             self.parts_refused.append(Refusal(tuple(key.split(".")), what, remedy))
         for key, says in leave_out_what_is_not_in_force(self.theirs):
-            self.replaced.setdefault(says, []).append(self._written(tuple(key.split("."))))
+            self.made.replaced.setdefault(says, []).append(self._written(tuple(key.split("."))))
         self._environments()
         for keys, value in _leaves(self.theirs, ()):
             self._one(keys, value)
         for gather in GATHERERS:
             for key, value, origin in gather(self.theirs, self._refuse_value):
                 self._put(tuple(key.split(".")), value, tuple(origin.split(".")))
+        ours = self.made.values
         for key, value in IMPLIED.items():
             section = key.partition(".")[0]
-            if look(self.ours, key, self) is self and (section not in ("grpo", "ppo") or section in self.ours):
+            if look(ours, key, self) is self and (section not in ("grpo", "ppo") or section in ours):
                 keys = tuple(key.split("."))
                 self._put(keys, value, keys)
-                self.implied[key] = value
+                self.made.implied[key] = value
         for key, (value, because) in IMPLIED_BY.items():
-            if look(self.theirs, key, self) is self and look(self.ours, because) is not None:
+            if look(self.theirs, key, self) is self and look(ours, because) is not None:
                 self._put(tuple(key.split(".")), value, tuple(key.split(".")))
-                self.implied[key] = value
+                self.made.implied[key] = value
 
     def _there(self, keys: Keys) -> Keys:
         """Return `keys` as the file spells them."""
-        return self.placed.get(keys) or as_written(self.given, keys)
+        return self.made.placed.get(keys) or as_written(self.given, keys)
 
     def _written(self, keys: Keys) -> str:
         return ".".join(self._there(keys))
@@ -211,20 +195,20 @@ class _Builder:
             if value is not None or _takes_null(keys):
                 self._put(keys, value, keys)
         elif off(value, self.theirs):
-            self.nothing.append(self._written(keys))
+            self.made.nothing.append(self._written(keys))
         else:
             self.unknown.append(_unknown(keys, value, self._there))
 
     def _decide(self, rule: Rule, keys: Keys, value: Any) -> None:
         if rule.does == "replaced":
-            self.replaced.setdefault(rule.says, []).append(self._written(keys))
+            self.made.replaced.setdefault(rule.says, []).append(self._written(keys))
         elif rule.does == "refused":
             if not rule.fine(value, self.theirs, keys):
                 self._refuse(rule, keys, value)
             elif _is_ours(keys):
                 self._put(keys, value, keys)
             elif rule.once and not off(value, self.theirs):
-                self.replaced.setdefault("not in force", []).append(self._written(keys))
+                self.made.replaced.setdefault("not in force", []).append(self._written(keys))
         else:
             self._carry(rule, keys, value)
 
@@ -241,8 +225,8 @@ class _Builder:
     def _carry(self, rule: Rule, keys: Keys, value: Any) -> None:
         target = rule.target(keys)
         if rule.does == "renamed":
-            self.renamed.append((self._written(keys), ".".join(target)))
-        self.used += 1
+            self.made.renamed.append((self._written(keys), ".".join(target)))
+        self.made.used += 1
         if rule.gathered:
             return
         try:
@@ -256,7 +240,7 @@ class _Builder:
 
     def _put(self, target: Keys, value: Any, origin: Keys) -> None:
         """Set `target`, creating sections on the way, but not below what is not a section; the configuration's checks report that."""
-        here: Any = self.ours
+        here: Any = self.made.values
         for key, following in itertools.pairwise(target):
             here = _entered(here, key, [] if following.isdecimal() else {})
         if isinstance(here, list):
@@ -264,7 +248,7 @@ class _Builder:
         elif isinstance(here, dict):
             here[target[-1]] = value
         if target != origin:
-            self.came_from[target] = self._there(origin)
+            self.made.came_from[target] = self._there(origin)
 
     def _environments(self) -> None:
         """Drop the environments of NeMo RL that no data set names, as its files bring such along. Another environment that none names, or
@@ -280,11 +264,11 @@ class _Builder:
                 inherited = name in ITS_ENVIRONMENTS and look(env, "enabled") is not True
                 if inherited or off(env, self.theirs):
                     says = "no data set names this environment (data.train.env_name), so it is not used"
-                    self.replaced.setdefault(says, []).append(f"env.{name}")
+                    self.made.replaced.setdefault(says, []).append(f"env.{name}")
                 else:
                     self.parts_refused.append(_never_used(name, self.theirs))
                 continue
-            self.ours.setdefault("env", {})[name] = {}
+            self.made.values.setdefault("env", {})[name] = {}
             if rule := TABLE.find(("env", name)):
                 self._decide(rule, ("env", name), env)
 

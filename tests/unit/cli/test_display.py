@@ -136,10 +136,10 @@ def test_an_alarm_that_stays_is_one_line_until_it_changes() -> None:
 
 
 def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Path) -> None:
-    old = ("1-0", "validation", 10, {"accuracy": 0.5})
-    step = ("2-0", "train", 12, {"reward": 0.25, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.2})
+    old = Line("validation", 10, "a", 0.0, {"accuracy": 0.5})
+    alarmed = {"reward": 0.25, "train_inference_alarm": 1.0, "token_mult_prob_error": 1.2}
     (tmp_path / "disagreement_step12.png").touch()
-    told = dict(progress([step, old], tmp_path))
+    told = dict(progress([old, Line("train", 12, "a", 0.0, alarmed)], tmp_path))
     assert told["train"] == "step 12: reward 0.250"
     assert told["validation"] == "step 10: accuracy 0.500"
     assert "step 12: trainer and inference disagree (token_mult_prob_error 1.200)" in told["alarm"]
@@ -149,9 +149,10 @@ def test_status_tells_the_newest_step_and_an_alarm_with_its_picture(tmp_path: Pa
 
 def test_a_validation_without_all_its_results_is_never_told_as_a_zero(tmp_path: Path) -> None:
     lost = {"evaluated": 0.0, "failed": 0.0, "pending": 3.0}
-    newest = [("2-0", "validation", 12, lost), ("1-0", "validation", 10, {"accuracy": 0.5, "pending": 0.0})]
+    before = {"accuracy": 0.5, "pending": 0.0}
+    lines = [Line("validation", step, "a", 0.0, metrics) for step, metrics in ((10, before), (12, lost))]
     said = "3 prompts have no result"
-    assert progress(newest, tmp_path) == [("validation", f"step 12: {said}"), ("validation", "step 10: accuracy 0.500")]
+    assert progress(lines, tmp_path) == [("validation", f"step 12: {said}"), ("validation", "step 10: accuracy 0.500")]
     console = Console(file=io.StringIO(), width=400)
     LineDisplay(console).metrics("validation", 12, lost)
     line = console.file.getvalue()  # type: ignore[attr-defined]

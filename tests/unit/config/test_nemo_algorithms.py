@@ -227,7 +227,7 @@ def test_a_multiple_of_the_batch_without_dynamic_sampling(tmp_path: Path) -> Non
 def test_async_rl_does_nothing_beside_async_grpo(tmp_path: Path) -> None:
     config, translation = read(tmp_path, "async_rl: {sampler: {name: weight_fifo, max_staleness_versions: 5}}")
     assert config.algorithm.max_age == 0
-    assert ("async_rl",) in translation.replaced.values()
+    assert ["async_rl"] in translation.replaced.values()
 
 
 def test_a_sampler_of_ones_own_is_refused(tmp_path: Path) -> None:

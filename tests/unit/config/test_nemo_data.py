@@ -86,7 +86,7 @@ def test_what_is_inherited_there_for_other_data_sets_is_left_out(tmp_path: Path)
     config, translation = read(tmp_path, f"data: {{num_prompts_per_dataloader: 4, train: {train}}}")
     assert (config.data.train[0].input_key, config.data.num_prompts_per_dataloader) == ("input", None)
     (left_out,) = (keys for says, keys in translation.replaced.items() if "columns of DAPOMath17K" in says)
-    assert left_out == ("data.train.input_key", "data.train.output_key")
+    assert left_out == ["data.train.input_key", "data.train.output_key"]
     (line,) = refusal(tmp_path, "data: {train: {output_key: generated_solution}}")  # which has an effect there
     assert line.startswith(
         "data.train.output_key: 'generated_solution' has no effect on dataset_name OpenMathInstruct-2"
