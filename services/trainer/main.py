@@ -18,7 +18,7 @@ from headrace.base.parent import die_with_parent
 from headrace.base.tasks import cancel
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, bind, serve_http, stop_on_signals, stop_signals
+from headrace.net.service import EXIT_STOPPED, bind, exported, serve_http, stop_on_signals, stop_signals
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
@@ -93,7 +93,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
         async with contextlib.AsyncExitStack() as stack:
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
             access = HttpAccess.of(config, config.trainer.host)
-            stack.enter_context(gauges.registered())
+            stack.enter_context(exported(gauges))
             app = build_app(config, readiness, ranks.progress)
             await stack.enter_async_context(serve_http(app, sock, access))
             scheme = "http" if access.certificate is None else "https"
