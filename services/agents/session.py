@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from headrace.base.errors import HeadraceError
 from headrace.net.replica_client import Sampled
-from headrace.records.trajectory import Call, Message
+from headrace.records.trajectory import Call, Message, find_path_ends
 
 from . import conversation
 
@@ -221,15 +221,8 @@ class SessionSummary:
 
     @property
     def paths(self) -> int:
-        """How many trained calls are not continued by another trained call: the rows of a model (`EpisodeTrajectory.paths`)."""
-        continued = [False] * len(self.calls)
-        paths = 0
-        for number in reversed(range(len(self.calls))):  # children before parents
-            call = self.calls[number]
-            paths += call.trained and not continued[number]
-            if call.parent >= 0 and (call.trained or continued[number]):
-                continued[call.parent] = True
-        return paths
+        """How many paths they have: the rows of a model."""
+        return len(find_path_ends(self.calls))
 
 
 class Session:
