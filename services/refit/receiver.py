@@ -71,11 +71,12 @@ def keeps_stale_kv(config: Config) -> bool:
     return asynchrony.in_flight_weight_updates and not asynchrony.recompute_kv_cache_after_weight_updates
 
 
-def engine_arguments(config: Config) -> dict[str, Any]:
+def engine_arguments() -> dict[str, Any]:
     """Return the `AsyncEngineArgs` that the weight channel needs.
 
     The prefix cache is on, so that a conversation is not recomputed at each turn. `WeightReceiver.cache_salt` keeps entries of older
-    weights from new requests. Priority scheduling lets the probe overtake waiting requests, and `SequenceSlots` keeps a slot free for it.
+    weights from new requests. By priority, the probe overtakes waiting requests (`SequenceSlots` keeps a slot free for it), and the run's
+    own requests those of the HTTP API.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
