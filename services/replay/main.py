@@ -103,8 +103,7 @@ async def running(
         raise ServiceError("run.id is not set; give `run.id=NAME`, or start the pipeline with `headrace up`")
     async with contextlib.AsyncExitStack() as stack:
         access = HttpAccess.of(config, config.replay.host)
-        sock = bind(config.replay.host, config.replay.port, "replay.port")
-        stack.callback(sock.close)
+        sock = stack.enter_context(bind(config.replay.host, config.replay.port, "replay.port"))
         server = None
         if config.replay.redis_url is None:
             server = EmbeddedServer.of(config, config.replay.redis_host, config.replay.redis_port)

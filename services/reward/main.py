@@ -90,8 +90,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
         rpc_access = None if credentials is None else rpc.RpcAccess(credentials, ROLES)
         server = rpc.server(reward.max_message_bytes, rpc_access, keep_alive=True)
         port = rpc.listen(server, reward.host, reward.port, "reward.port", access.certificate)
-        http = bind(reward.host, reward.http_port, "reward.http_port")
-        stack.callback(http.close)
+        http = stack.enter_context(bind(reward.host, reward.http_port, "reward.http_port"))
 
         sandboxed = {name: env for name, env in config.env.items() if isinstance(env, SandboxedConfig)}
         pool = WorkerPool(sandboxed, reward.workers, sources_of_parts(config))
