@@ -400,10 +400,7 @@ class WeightSender:
         except WeightChannelError as error:  # another process has written there; the next group has another secret
             logger.warning("what each member has received can't be told: %s", error)
             return _AttemptOutcome.INTERRUPTED, {}
-        ranks = {}
-        for member in epoch.members:
-            first = rendezvous.first_rank(member, epoch.members)
-            ranks[member] = range(first, first + rendezvous.workers)
+        ranks = {member: rendezvous.ranks_of(member, epoch.members) for member in epoch.members}
         late = {} if refit.late else membership.find_late(received, ranks)
         if late or self._backends.may_be_cause(rendezvous.backend, formed=True):
             whole = len(refit.manifest.buckets()) + 1  # the checksums come last
