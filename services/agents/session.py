@@ -1,7 +1,7 @@
 """The session of one episode: which call a request continues, what the policy samples, and what is trained.
 
 A pure state machine: no I/O, no tokenizer, and no clock (`now` is the run's time, which stands still while nothing can be sampled). The
-caller (`episode.OpenEpisode`) renders and samples.
+caller (`running_episode.OpenEpisode`) renders and samples.
 
 The steps of a call: `ask` (or the request joins an earlier call), `place` (its context is known and its room reserved), `note_sampling`,
 `note_answer` (it has a number and an answer, which may leave once its record is kept), `note_delivery`. It may fail at any step. Three
