@@ -41,7 +41,9 @@ from benchmarks.end_to_end_rewards import TOKENS
 from benchmarks.processes import PROCESSES, Meter, run
 from headrace.config import Config, load, threads
 from headrace.config.data import DataConfig
-from headrace_services.trainer.data import Problem, PromptOrder, load_problems
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.prompts import PromptOrder
+from headrace_services.trainer.data.sources import Problem
 from headrace_services.trainer.demo_models import tiny
 from tests.support.ports import free_port
 

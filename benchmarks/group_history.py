@@ -29,7 +29,7 @@ from headrace.run.group_files import list_files, merge_files, read_file, write_f
 from headrace.run.group_history import INDEX, GroupHistory
 from headrace.run.group_query import DataRow, GroupQuery
 from headrace_services.trainer.control.history_writer import to_columns
-from headrace_services.trainer.data import Problem
+from headrace_services.trainer.data.sources import Problem
 
 PROBLEMS, FILE, AT_ONCE = 100_000, "/data/problems.jsonl", 2_000
 

@@ -86,7 +86,7 @@ class LightReplica:
         deadline = time.monotonic() + rendezvous.timeout_s
         group = rendezvous.derive_group(epoch.members)
         if self._channel is None or self._channel[0] != group:
-            rank = rendezvous.first_rank(self.id, epoch.members)
+            rank = rendezvous.ranks_of(self.id, epoch.members).start
             place = GroupRank(**rendezvous.place(rank, epoch.members), device=torch.device("cpu"))
             self._channel = group, Channel.follow(place, deadline)
         buckets = receive(self._channel[1], rendezvous.manifest, deadline)

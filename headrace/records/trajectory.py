@@ -356,6 +356,18 @@ def _is_json(value: Any, depth: int = 0) -> bool:
     return False
 
 
+def find_path_ends(calls: Sequence[Call]) -> list[int]:
+    """Return the trained calls that no other trained call continues: each ends a path (`EpisodeTrajectory.paths`)."""
+    ends, continued = [], [False] * len(calls)
+    for number in reversed(range(len(calls))):  # children before parents
+        call = calls[number]
+        if call.trained and not continued[number]:
+            ends.append(number)
+        if call.parent >= 0 and (call.trained or continued[number]):
+            continued[call.parent] = True
+    return ends[::-1]
+
+
 class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, omit_defaults=True):
     """The record of an episode of several calls, or with artifacts: a tree of calls, parents before children.
 
@@ -437,13 +449,7 @@ class EpisodeTrajectory(msgspec.Struct, frozen=True, tag_field="schema", tag=2, 
     def _chains(self) -> Iterator[tuple[Sequence[int], set[int]]]:
         """Yield the calls of each path, from its root on, and those of them that the path trains."""
         left = {number for number, call in enumerate(self.calls) if call.trained}
-        continued: set[int] = set()
-        for number in left:
-            for parent in self._before(number):
-                if parent in continued:
-                    break
-                continued.add(parent)
-        for leaf in sorted(left - continued):
+        for leaf in find_path_ends(self.calls):
             chain = [*sorted(self._before(leaf)), leaf]
             own = left.intersection(chain)
             left -= own

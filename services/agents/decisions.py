@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from headrace.config.agents import OnLimit
 from headrace.records.score import Score
+from headrace.replay import Replica
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A replica, and how many calls of this service it is working on."""
-
-    id: str
-    healthy: bool
-    version: int
-    calls: int = 0
-
-
-def choose(candidates: Iterable[Candidate], min_version: int, parent: str | None, refused: set[str]) -> str | None:
-    """Return the replica that samples a call, or None if no replica can.
+def choose(
+    replicas: Iterable[Replica], calls: Mapping[str, int], min_version: int, parent: str | None, refused: set[str]
+) -> str | None:
+    """Return the replica that samples a call, or None if no replica can. `calls` are those of this service that each works on.
 
     The replica must be HEALTHY, with weights no older than the lease's, and must not have `refused` the call. The one that sampled the
     parent comes first, because its cache holds the path; else the least loaded one is taken.
     """
-    fit = [each for each in candidates if each.healthy and each.version >= min_version and each.id not in refused]
-    if any(each.id == parent for each in fit):
-        return parent
-    return min(fit, key=lambda each: (each.calls, each.id)).id if fit else None
+    fit = [each.id for each in replicas if each.state == "HEALTHY" and each.version >= min_version]
+    fit = [name for name in fit if name not in refused]
+    return parent if parent in fit else min(fit, key=lambda name: (calls[name], name), default=None)
 
 
 @dataclasses.dataclass(frozen=True)

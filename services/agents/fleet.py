@@ -24,7 +24,7 @@ from headrace.records.trajectory import Message
 from headrace.replay import Replica
 
 from . import metrics
-from .decisions import Candidate, choose
+from .decisions import choose
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Fleet:
             return sampled
 
         def pick(refused: set[str]) -> str | None:
-            return choose(self._candidates(), request.min_version, parent, refused)
+            return choose(self._replicas.values(), self._calls, request.min_version, parent, refused)
 
         return await self._on_one(one, pick, samples=True)
 
@@ -147,12 +147,6 @@ class Fleet:
 
     async def aclose(self) -> None:
         await asyncio.gather(*self._closing, *(client.aclose() for _, client in self._clients.values()))
-
-    def _candidates(self) -> list[Candidate]:
-        return [
-            Candidate(each.id, each.state == "HEALTHY", each.version, self._calls[each.id])
-            for each in self._replicas.values()
-        ]
 
     def _translator(self, near: str | None) -> Callable[[set[str]], str | None]:
         """Return a function that picks a replica for work without weights: `near`, which knows the call, or the least loaded live one."""

@@ -34,6 +34,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from headrace.base.printable import EPISODE_KEY
+from headrace.base.tasks import run_until
 from headrace.net.service import read_body
 
 from . import dialect, metrics
@@ -432,14 +433,7 @@ class _Forwarded(Response):
         ]
         url = f"{self._peer}/s/{self._key}/v1/chat/completions"
         request = self._session.post(url, data=sent(), headers=headers, allow_redirects=False)
-        gone, handing = asyncio.create_task(_gone(asked.receive)), asyncio.create_task(self._hand_on(request, send))
-        try:
-            await asyncio.wait([gone, handing], return_when=asyncio.FIRST_COMPLETED)
-            if handing.done():
-                handing.result()
-        finally:
-            gone.cancel()
-            handing.cancel()
+        await run_until(self._hand_on(request, send), _gone(asked.receive))
 
     async def _hand_on(self, request: AbstractAsyncContextManager[aiohttp.ClientResponse], send: Any) -> None:
         """Stream the other gateway's answer back. Raises `RequestRejected` if there is none."""

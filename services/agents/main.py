@@ -44,12 +44,8 @@ async def _serve(config: Config) -> None:
     stop = stop_on_signals()
     agents, access = config.agents, HttpAccess.of(config, config.agents.host)
     async with contextlib.AsyncExitStack() as stack:
-        sock, http = (
-            bind(agents.host, agents.port, "agents.port"),
-            bind(agents.host, agents.http_port, "agents.http_port"),
-        )
-        stack.callback(sock.close)
-        stack.callback(http.close)
+        sock = stack.enter_context(bind(agents.host, agents.port, "agents.port"))
+        http = stack.enter_context(bind(agents.host, agents.http_port, "agents.http_port"))
         replay = await ReplayClient.connect(buffer_url(config, "agents"), config.run.id)
         stack.push_async_callback(replay.aclose)
         token = make_token_source(config, ROLE)

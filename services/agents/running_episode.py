@@ -111,7 +111,9 @@ class OpenEpisode:
         """Raises `Refused`, `BadRequest`, `CallFailed`."""
         asks_again = True  # clients retry after an error that is not their fault
         try:
-            await self._sample(call, parses_tools=parses_tools)
+            told = tracing.named(group_id=self.lease.group.id, index=self.index)
+            with tracing.span("call", self.span.id, attributes=told):
+                await self._answer(call, parses_tools=parses_tools)
         except Refused:
             asks_again = False
             raise
@@ -150,12 +152,6 @@ class OpenEpisode:
     def _end_for(self, why: str | HeadraceError) -> None:
         if not self.over.done():
             self.over.set_result(why)
-
-    async def _sample(self, call: SessionCall, *, parses_tools: bool) -> None:
-        with tracing.span(
-            "call", self.span.id, attributes=tracing.named(group_id=self.lease.group.id, index=self.index)
-        ):
-            await self._answer(call, parses_tools=parses_tools)
 
     async def _answer(self, call: SessionCall, *, parses_tools: bool) -> None:
         session, fleet = self.session, self._fleet

@@ -1,7 +1,7 @@
 """The session of one episode: which call a request continues, what the policy samples, and what is trained.
 
 A pure state machine: no I/O, no tokenizer, and no clock (`now` is the run's time, which stands still while nothing can be sampled). The
-caller (`episode.OpenEpisode`) renders and samples.
+caller (`running_episode.OpenEpisode`) renders and samples.
 
 The steps of a call: `ask` (or the request joins an earlier call), `place` (its context is known and its room reserved), `note_sampling`,
 `note_answer` (it has a number and an answer, which may leave once its record is kept), `note_delivery`. It may fail at any step. Three
@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from headrace.base.errors import HeadraceError
 from headrace.net.replica_client import Sampled
-from headrace.records.trajectory import Call, Message
+from headrace.records.trajectory import Call, Message, find_path_ends
 
 from . import conversation
 
@@ -221,15 +221,8 @@ class SessionSummary:
 
     @property
     def paths(self) -> int:
-        """How many trained calls are not continued by another trained call: the rows of a model (`EpisodeTrajectory.paths`)."""
-        continued = [False] * len(self.calls)
-        paths = 0
-        for number in reversed(range(len(self.calls))):  # children before parents
-            call = self.calls[number]
-            paths += call.trained and not continued[number]
-            if call.parent >= 0 and (call.trained or continued[number]):
-                continued[call.parent] = True
-        return paths
+        """How many paths they have: the rows of a model."""
+        return len(find_path_ends(self.calls))
 
 
 class Session:

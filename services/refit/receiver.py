@@ -21,7 +21,7 @@ from headrace.config import Config
 from headrace.records.trajectory import Float32, Int32
 from headrace.replay import Epoch, RefitVerdict, ReplayClient
 
-from .rendezvous import Announcement, Pulled, Rendezvous, decode_rendezvous
+from .rendezvous import Announcement, Pulled, Rendezvous
 from .states import Sketches, first_difference
 
 if TYPE_CHECKING:
@@ -71,11 +71,12 @@ def keeps_stale_kv(config: Config) -> bool:
     return asynchrony.in_flight_weight_updates and not asynchrony.recompute_kv_cache_after_weight_updates
 
 
-def engine_arguments(config: Config) -> dict[str, Any]:
+def engine_arguments() -> dict[str, Any]:
     """Return the `AsyncEngineArgs` that the weight channel needs.
 
     The prefix cache is on, so that a conversation is not recomputed at each turn. `WeightReceiver.cache_salt` keeps entries of older
-    weights from new requests. Priority scheduling lets the probe overtake waiting requests, and `SequenceSlots` keeps a slot free for it.
+    weights from new requests. By priority, the probe overtakes waiting requests (`SequenceSlots` keeps a slot free for it), and the run's
+    own requests those of the HTTP API.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
@@ -185,8 +186,9 @@ class WeightReceiver:
         """
         self.seconds = {}
         try:
-            rendezvous = decode_rendezvous(epoch.rendezvous)
-            if isinstance(rendezvous, Rendezvous):
+            rendezvous = epoch.rendezvous
+            if not isinstance(rendezvous, Pulled):
+                rendezvous = Rendezvous.decode(rendezvous)
                 await self._join(epoch, rendezvous)
             await self._install(epoch, rendezvous)
             logprobs = await self._probe(epoch, rendezvous)
@@ -235,7 +237,7 @@ class WeightReceiver:
         if group == rendezvous.previous_group:
             raise TransferInterrupted(f"joining the group was interrupted: this replica is no longer in group {group}")
         self._group = None
-        place = rendezvous.place(rendezvous.first_rank(self._replica, epoch.members), epoch.members)
+        place = rendezvous.place(rendezvous.ranks_of(self._replica, epoch.members).start, epoch.members)
         await self._workers("joining the group", "join_group", rendezvous.timeout_s, place=place)
         self._group = group
 

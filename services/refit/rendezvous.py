@@ -72,9 +72,10 @@ class Rendezvous(_Message, frozen=True):
         """Return the id of the group that these members use; a pure function, so that all compute the same id."""
         return self.previous_group if members and set(members) == set(self.previous_members) else self.group_id
 
-    def first_rank(self, member: str, members: Sequence[str]) -> int:
-        """Return the rank of the member's first worker, whatever the order of `members`."""
-        return 1 + sorted(members).index(member) * self.workers
+    def ranks_of(self, member: str, members: Sequence[str]) -> range:
+        """Return the ranks of the member's workers, whatever the order of `members`."""
+        first = 1 + sorted(members).index(member) * self.workers
+        return range(first, first + self.workers)
 
     def place(self, rank: int, members: Sequence[str]) -> dict[str, Any]:
         """Return the place of a rank in the group (`channel.GroupRank`), but for its device."""
@@ -110,7 +111,7 @@ class Offer(_Message, frozen=True):
     timeout_s: AboveZero
 
 
-class Pulled(_Message, frozen=True):
+class Pulled(msgspec.Struct, frozen=True):
     """An offer whose weights are in a `file` of this machine, each with its checksum: what a replica gives to itself in place of a
     `Rendezvous`."""
 
@@ -120,11 +121,6 @@ class Pulled(_Message, frozen=True):
     probe_token_ids: NDArray[np.int32]
     timeout_s: AboveZero
     states: None = None
-
-
-def decode_rendezvous(fields: Any) -> Rendezvous | Pulled:
-    """Decode what a member of an epoch in transfer was given. Raises `CodecError` naming what is wrong."""
-    return Pulled.decode(fields) if isinstance(fields, dict) and "file" in fields else Rendezvous.decode(fields)
 
 
 def _array_to_bytes(array: Any) -> bytes:

@@ -161,7 +161,7 @@ class WeightSender:
         self._channel: Channel | None = None
         self._newest: Channel | None = None  # the same, or the last one that was open
         self._closed = ClosedChannels()
-        self._group: tuple[str, tuple[str, ...]] = ("", ())  # id and members of the channel's group
+        self._members: tuple[str, ...] = ()  # of the channel's group
         self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole model
 
     async def refit(
@@ -333,11 +333,11 @@ class WeightSender:
         )
         backend = self._backends.choose(epoch.acknowledged, problem)
         self._say_how(backend, problem)
-        previous_group, previous_members = self._group if self._channel is not None else ("", ())
+        channel = self._channel
         return Rendezvous(
             group_id=epoch.id,
-            previous_group=previous_group,
-            previous_members=previous_members,
+            previous_group="" if channel is None else channel.membership.group_id,
+            previous_members=() if channel is None else self._members,
             backend=backend,
             host=self._host,
             port=self._meeting.port,
@@ -400,10 +400,7 @@ class WeightSender:
         except WeightChannelError as error:  # another process has written there; the next group has another secret
             logger.warning("what each member has received can't be told: %s", error)
             return _AttemptOutcome.INTERRUPTED, {}
-        ranks = {}
-        for member in epoch.members:
-            first = rendezvous.first_rank(member, epoch.members)
-            ranks[member] = range(first, first + rendezvous.workers)
+        ranks = {member: rendezvous.ranks_of(member, epoch.members) for member in epoch.members}
         late = {} if refit.late else membership.find_late(received, ranks)
         if late or self._backends.may_be_cause(rendezvous.backend, formed=True):
             whole = len(refit.manifest.buckets()) + 1  # the checksums come last
@@ -452,11 +449,11 @@ class WeightSender:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a new thread's device is 0
         group = rendezvous.derive_group(members)
-        if self._channel is None or group != self._group[0]:
+        if self._channel is None or group != self._channel.membership.group_id:
             self._close_channel()
             place = GroupRank(**rendezvous.place(0, members), device=self._device(rendezvous.backend))
             Channel.lead(place, self._meeting, deadline, self._keep_channel)
-            self._group = (group, members)
+            self._members = members
         channel = self._channel
         if channel is None:
             raise WeightChannelAborted("the transfer was abandoned")

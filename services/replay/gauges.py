@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -69,48 +70,34 @@ class BufferGauges(Collector):
             ("taken", "trajectories being scored by the environment"),
             ("broken", "1 while the environment's breaker is open"),
         ):
-            gauge = GaugeMetricFamily(f"headrace_replay_environment_{name}", what, labels=["environment"])
-            for environment in stats["environments"]:
-                gauge.add_metric([environment["name"]], float(environment[name]))
-            yield gauge
+            found = {each["name"]: float(each[name]) for each in stats["environments"]}
+            yield _labelled(GaugeMetricFamily, f"headrace_replay_environment_{name}", what, "environment", found)
         groups = GaugeMetricFamily("headrace_replay_groups", "groups by lane and state", labels=["lane", "state"])
         for lane, counts in stats["counts"].items():
             for state, count in counts.items():
                 groups.add_metric([lane, state], count)
         yield groups
-        replicas = GaugeMetricFamily("headrace_replay_replicas", "replicas by state", labels=["state"])
-        for state in get_args(ReplicaState):
-            replicas.add_metric([state], sum(replica["state"] == state for replica in stats["replicas"]))
-        yield replicas
+        states = Counter(replica["state"] for replica in stats["replicas"])
+        by_state = {state: states[state] for state in get_args(ReplicaState)}
+        yield _labelled(GaugeMetricFamily, "headrace_replay_replicas", "replicas by state", "state", by_state)
         if self._latest.wanted is not None:
             yield GaugeMetricFamily(
                 "headrace_replay_replicas_wanted",
                 "replicas that keep the trainer busy, to scale the fleet by",
                 value=self._latest.wanted,
             )
-        errors = GaugeMetricFamily(
-            "headrace_replay_replica_logprob_error",
-            "token_mult_prob_error on the replica's tokens, in the newest step that trained on any",
-            labels=["replica"],
-        )
-        for replica in stats["replicas"]:
-            if replica["logprob_error"] is not None:
-                errors.add_metric([replica["id"]], replica["logprob_error"])
-        yield errors
+        what = "token_mult_prob_error on the replica's tokens, in the newest step that trained on any"
+        errors = {each["id"]: each["logprob_error"] for each in stats["replicas"] if each["logprob_error"] is not None}
+        yield _labelled(GaugeMetricFamily, "headrace_replay_replica_logprob_error", what, "replica", errors)
         for name, label in (("refusals", "code"), ("requeues", "cause")):
-            family = CounterMetricFamily(f"headrace_replay_{name}", f"{name} by {label}", labels=[label])
-            for value, count in stats[name].items():
-                family.add_metric([value], count)
-            yield family
+            yield _labelled(CounterMetricFamily, f"headrace_replay_{name}", f"{name} by {label}", label, stats[name])
         if self._latest.meters is not None:
             yield from _bias(self._latest.meters)
 
 
 def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
-    trajectories = CounterMetricFamily("headrace_replay_trajectories", "trajectories by outcome", labels=["moment"])
-    for moment, meter in meters.items():
-        trajectories.add_metric([moment], meter.trajectories)
-    yield trajectories
+    ended = {moment: meter.trajectories for moment, meter in meters.items()}
+    yield _labelled(CounterMetricFamily, "headrace_replay_trajectories", "trajectories by outcome", "moment", ended)
     yield CounterMetricFamily(
         "headrace_replay_masked_tokens", "tokens over age that were left out of the loss", value=meters["masked"].tokens
     )
@@ -124,14 +111,19 @@ def _bias(meters: Mapping[Moment, TrajectoryMeter]) -> Iterable[Metric]:
                 mean.add_metric([moment], distribution.mean)
         yield histogram
         yield mean
-    bias = GaugeMetricFamily(
-        "headrace_replay_selection_bias",
-        "mean over trained trajectories minus the mean over all that ended, in standard deviations of the latter",
-        labels=["quantity"],
-    )
-    for skew in skews(meters):
-        bias.add_metric([skew.quantity], skew.deviations)
-    yield bias
+    what = "mean over trained trajectories minus the mean over all that ended, in standard deviations of the latter"
+    bias = {skew.quantity: skew.deviations for skew in skews(meters)}
+    yield _labelled(GaugeMetricFamily, "headrace_replay_selection_bias", what, "quantity", bias)
+
+
+def _labelled(
+    family: type[GaugeMetricFamily | CounterMetricFamily], name: str, what: str, label: str, values: Mapping[Any, float]
+) -> Metric:
+    """Return a metric with a value for each value of its label."""
+    metric = family(name, what, labels=[label])
+    for value, number in values.items():
+        metric.add_metric([value], number)
+    return metric
 
 
 def _cumulative(distribution: Distribution, bounds: list[float]) -> list[tuple[str, float]]:

@@ -72,19 +72,15 @@ def make_limits(config: Config) -> Limits:
         filter_components=algorithm.adv_estimator.weighs_components,
         reward_min=algorithm.reward_scaling.source_min if algorithm.reward_scaling.enabled else None,
         reward_max=algorithm.reward_scaling.source_max if algorithm.reward_scaling.enabled else None,
-        max_scored_per_step=most_scored(config) if algorithm.use_dynamic_sampling else 0,
+        max_scored_per_step=int(algorithm.dynamic_sampling_max_gen_batches * algorithm.generation_batch)
+        if algorithm.use_dynamic_sampling
+        else 0,
         max_episode_bytes=config.agents.max_episode_bytes,
         environments={
             name: EnvironmentLimits(env.failure_share, env.give_up_after, env.runs_episodes)
             for name, env in config.env.items()
         },
     )
-
-
-def most_scored(config: Config) -> int:
-    """Return the number of groups that dynamic sampling may score for one step: `dynamic_sampling_max_gen_batches` batches."""
-    algorithm = config.algorithm
-    return int(algorithm.dynamic_sampling_max_gen_batches * algorithm.generation_batch)
 
 
 async def _serve(config: Config, limits: Limits) -> None:
@@ -103,8 +99,7 @@ async def running(
         raise ServiceError("run.id is not set; give `run.id=NAME`, or start the pipeline with `headrace up`")
     async with contextlib.AsyncExitStack() as stack:
         access = HttpAccess.of(config, config.replay.host)
-        sock = bind(config.replay.host, config.replay.port, "replay.port")
-        stack.callback(sock.close)
+        sock = stack.enter_context(bind(config.replay.host, config.replay.port, "replay.port"))
         server = None
         if config.replay.redis_url is None:
             server = EmbeddedServer.of(config, config.replay.redis_host, config.replay.redis_port)

@@ -23,7 +23,7 @@ import prometheus_client
 
 from headrace.base.errors import CodecError, HeadraceError, LeaseLost, ReplayUnavailable, ServiceError
 from headrace.base.repeats import Repeats, alike
-from headrace.base.tasks import cancel
+from headrace.base.tasks import run_until
 from headrace.config import Config
 from headrace.env.wire import sample_to_wire, score_from_wire, scoring_sample
 from headrace.net import rpc, tracing
@@ -84,14 +84,9 @@ async def run_scorer(config: Config, client: ReplayClient, stop: asyncio.Event) 
 
     Raises only errors that no retry can fix (`InvalidCall`). A run has one scorer.
     """
-    scoring = asyncio.create_task(_Scorer(config, client).run())
-    stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait([scoring, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if scoring.done():
-            scoring.result()
+        await run_until(_Scorer(config, client).run(), stop.wait())
     finally:
-        await cancel([scoring, stopping])
         IN_FLIGHT.set(0)
     try:
         await client.release_scoring()

@@ -14,7 +14,7 @@ from headrace.base.backoff import pause_after
 from headrace.base.errors import ServiceError
 
 from .frames import LENGTH, Started
-from .sandbox import MAX_RESULT_BYTES, Level, SandboxDenied
+from .sandbox import MAX_RESULT_BYTES, SandboxDenied
 
 _log = logging.getLogger("headrace.reward")
 # the pause after a restart that failed, and the longest one
@@ -34,24 +34,12 @@ class ChildProcess:
         self._specification = specification
         self._process: asyncio.subprocess.Process | None = None
         self._usable = False
-        self._started = Started()
+        self.started = Started()  # what it said when it was started last
         self.problem: str | None = None
 
     @property
     def alive(self) -> bool:
         return self._usable and self._process is not None and self._process.returncode is None
-
-    @property
-    def level(self) -> Level:
-        return self._started.level
-
-    @property
-    def denials(self) -> list[str]:
-        return self._started.denials
-
-    @property
-    def builds(self) -> dict[str, str]:
-        return self._started.builds
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables of the process."""
@@ -77,7 +65,7 @@ class ChildProcess:
             if started.problem:
                 raise ServiceError(f"{self.what} can't start: {started.problem}")
             raise SandboxDenied("; ".join(started.denials))
-        self._started = started
+        self.started = started
         self._usable = True
 
     async def restart(self) -> None:

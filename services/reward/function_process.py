@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import IO
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import IO, Any
 
 import msgspec
 
 from headrace.base.errors import HeadraceError
+from headrace.base.tasks import run_until
 from headrace.config.environments import FunctionConfig, TargetConfig, VerifiersConfig, read_environment
 from headrace.env import environment_file
 from headrace.env.environment import Environment
@@ -47,16 +48,13 @@ async def _serve(specification: FunctionSpecification, hub: HubPipes) -> None:
             return
         await stack.enter_async_context(serving(environment, specification.address))
         hub.say(Started(builds={name: environment.build}))
-        stopped, ended = asyncio.ensure_future(_read_to_end(hub.requests)), asyncio.ensure_future(died())
-        await asyncio.wait([stopped, ended], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        ended.cancel()
+        await run_until(died(), _read_to_end(hub.requests))
 
 
 @contextlib.asynccontextmanager
 async def _environment(
     specification: FunctionSpecification,
-) -> AsyncIterator[tuple[Environment, Callable[[], Awaitable[object]]]]:
+) -> AsyncIterator[tuple[Environment, Callable[[], Coroutine[Any, Any, object]]]]:
     """Yield the environment, and a function whose result completes once the environment has died. Raises `HeadraceError`."""
     name, env = specification.name, read_environment(specification.env)
     match env:

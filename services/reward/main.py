@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 from headrace.base.addresses import replace_wildcard, with_port
 from headrace.base.errors import ConfigError
 from headrace.base.scratch import scratch_folder
+from headrace.base.tasks import run_until
 from headrace.config import Config
 from headrace.config.data import DataSourceConfig
 from headrace.config.environments import (
@@ -61,7 +63,7 @@ class Running:
 
     port: int
     http_port: int
-    failure: Callable[[], Awaitable[None]]
+    failure: Callable[[], Coroutine[Any, Any, None]]
 
 
 def main(config: Config) -> None:
@@ -74,12 +76,7 @@ async def _serve(config: Config) -> None:
     stop = stop_on_signals()
     async with running(config) as service:
         _log.info("reward hub on %s:%d, HTTP on port %d", config.reward.host, service.port, service.http_port)
-        stopped, failed = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(service.failure())
-        await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            failed.result()
-        for future in (stopped, failed):
-            future.cancel()
+        await run_until(service.failure(), stop.wait())
 
 
 @contextlib.asynccontextmanager
@@ -93,8 +90,7 @@ async def running(config: Config) -> AsyncIterator[Running]:
         rpc_access = None if credentials is None else rpc.RpcAccess(credentials, ROLES)
         server = rpc.server(reward.max_message_bytes, rpc_access, keep_alive=True)
         port = rpc.listen(server, reward.host, reward.port, "reward.port", access.certificate)
-        http = bind(reward.host, reward.http_port, "reward.http_port")
-        stack.callback(http.close)
+        http = stack.enter_context(bind(reward.host, reward.http_port, "reward.http_port"))
 
         sandboxed = {name: env for name, env in config.env.items() if isinstance(env, SandboxedConfig)}
         pool = WorkerPool(sandboxed, reward.workers, sources_of_parts(config))

@@ -98,12 +98,12 @@ class WorkerPool:
     @property
     def level(self) -> Level:
         """The sandbox that the workers score in."""
-        return max((worker.level for worker in self._workers), default=Level.NONE)
+        return max((worker.started.level for worker in self._workers), default=Level.NONE)
 
     @property
     def builds(self) -> Mapping[str, str]:
         """The builds of the environments, by name. A result carries the build of the worker that scored it."""
-        return self._workers[0].builds if self._workers else {}
+        return self._workers[0].started.builds if self._workers else {}
 
     async def start(self) -> None:
         """Start the workers in the best sandbox that the machine grants, and wait until all can score.
@@ -122,10 +122,10 @@ class WorkerPool:
             raise
         self._failed = asyncio.get_running_loop().create_future()
         if self._workers:
-            worker = self._workers[0]
-            tell = _log.warning if worker.level is Level.NONE else _log.info
-            denied = f" (the machine denies more: {'; '.join(worker.denials)})" if worker.denials else ""
-            tell("sandbox of the built-in environments: %s%s", _LEVELS[worker.level], denied)
+            started = self._workers[0].started
+            tell = _log.warning if started.level is Level.NONE else _log.info
+            denied = f" (the machine denies more: {'; '.join(started.denials)})" if started.denials else ""
+            tell("sandbox of the built-in environments: %s%s", _LEVELS[started.level], denied)
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
         self._tasks.append(asyncio.create_task(self._keep_memory()))
 
@@ -365,7 +365,7 @@ class ScoringWorker(ChildProcess):
             result = check_result(pb.Result.FromString(answer))
         except DecodeError:
             result = pb.Result(status=pb.STATUS_FAILED, message="the scoring process returned an invalid result")
-        result.environment, result.build = environment, self.builds.get(environment, "")
+        result.environment, result.build = environment, self.started.builds.get(environment, "")
         result.took_ms = 1000 * took_s
         return result
 

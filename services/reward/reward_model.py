@@ -52,7 +52,7 @@ class RewardModel(Hosted):
     @property
     def build(self) -> str:
         """The build that the model's process reports, or "" until the model is loaded."""
-        return self._process.builds.get(self.name, "")
+        return self._process.started.builds.get(self.name, "")
 
     async def start(self) -> None:
         """Load the model. A slow load continues in the background. Raises `ServiceError` with the reason if the model can't be loaded."""

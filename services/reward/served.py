@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Sequence
 
@@ -73,7 +72,7 @@ class ServedBackend:
         if problem is not None:
             return [self._result(trajectory_pb2.STATUS_NOT_STARTED, problem)] * len(trajectories)
         assert self._description is not None
-        description = self._complete_description(self._description)
+        description = self._description
         batches = self._admit(trajectories, description)
         answers = await asyncio.gather(*(self._call(batch, limit, description) for batch in batches))
         results = [result for answer in answers for result in answer]
@@ -82,23 +81,23 @@ class ServedBackend:
 
     async def describe(self) -> Described:
         try:
-            self._description = await self._stub.Describe(
-                environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S
-            )
+            described = await self._stub.Describe(environment_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.UNIMPLEMENTED:  # it is running, but can't describe itself
-                self._description = environment_pb2.DescribeResponse()
-                return self._complete_description(self._description), None
-            self._description = None
-            started = self._env.is_started
-            away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
-            hint = f"see environment-{self._name}.log" if started else "is it running?"
-            last_error = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
-            return (
-                None,
-                f"{away} ({error.code().name}: {last_error}{through_proxy(self._target, GRPC_PROXIES)}); {hint}",
-            )
-        return self._complete_description(self._description), None
+            if error.code() != grpc.StatusCode.UNIMPLEMENTED:
+                self._description = None
+                started = self._env.is_started
+                away = f"env.{self._name}{'' if started else '.target'} {self._target} can't be reached"
+                hint = f"see environment-{self._name}.log" if started else "is it running?"
+                last_error = (error.details() or "").rpartition("last error: ")[2]  # the last of several attempts
+                return (
+                    None,
+                    f"{away} ({error.code().name}: {last_error}{through_proxy(self._target, GRPC_PROXIES)}); {hint}",
+                )
+            described = environment_pb2.DescribeResponse()  # it is running, but can't describe itself
+        if not described.capacity and not described.episodes:  # it scores, and states no capacity
+            described.capacity = self._env.max_batch_size
+        self._description = described
+        return described, None
 
     async def run_episode(self, episode: episode_pb2.Episode, timeout_s: float) -> episode_pb2.EpisodeOutcome:
         began = time.monotonic()
@@ -123,14 +122,6 @@ class ServedBackend:
 
     async def aclose(self) -> None:
         await self._channel.close()
-
-    def _complete_description(self, description: environment_pb2.DescribeResponse) -> environment_pb2.DescribeResponse:
-        """Return the description, with a default capacity if the environment scores but states none."""
-        if description.capacity or description.episodes:
-            return description
-        stated = copy.deepcopy(description)
-        stated.capacity = self._env.max_batch_size
-        return stated
 
     async def _full(self, within_s: float) -> str | None:
         """Wait up to `within_s` for room for one more episode. Return None once there is room, else why there is none."""

@@ -14,11 +14,10 @@ T = TypeVar("T")
 
 class Spares(Generic[T]):
     """Things that nobody uses now. The one put back last is taken first, so those that are too many stay unused, and `end_unused` ends them
-    after a quiet time; `floor` of them are always kept."""
+    after a quiet time; one is always kept."""
 
-    def __init__(self, end: Callable[[T], None], floor: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, end: Callable[[T], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._end = end
-        self._floor = floor
         self._clock = clock
         self._unused: list[tuple[float, T]] = []  # with the time since when; the longest unused comes first
 
@@ -30,8 +29,8 @@ class Spares(Generic[T]):
         self._unused.append((self._clock(), thing))
 
     def end_unused(self) -> float | None:
-        """End what was not used for a quiet time. Return the seconds until there may be more to end, or None if there is only the floor."""
-        while len(self._unused) > self._floor:
+        """End what was not used for a quiet time. Return the seconds until there may be more to end, or None if there is only one left."""
+        while len(self._unused) > 1:
             since, thing = self._unused[0]
             left_s = since + _QUIET_S - self._clock()
             if left_s > 0:

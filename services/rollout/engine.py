@@ -145,8 +145,6 @@ def engine_arguments(config: Config, *, on_cpu: bool, device_memory: int = 0) ->
         "max_num_seqs": vllm_cfg.max_num_seqs + PROBE_SLOTS,
         "async_scheduling": vllm_cfg.async_scheduling,
         "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
-        # the run's own requests have the highest priority, before those of the HTTP API
-        "scheduling_policy": "priority",
         # log-probabilities of the sampling distribution, after temperature: the loss uses them as the behaviour policy's
         "logprobs_mode": "processed_logprobs",
         # replicas must not draw the same random numbers; a group that needs repeatable samples brings its own seed
@@ -238,7 +236,7 @@ def _start(config: Config, overrides: Mapping[str, Any], report: Path, given: Se
         torch._dynamo.config.disable = True
     try:
         arguments = engine_arguments(config, on_cpu=on_cpu, device_memory=memory)
-        arguments |= receiver.engine_arguments(config) | dict(overrides)
+        arguments |= receiver.engine_arguments() | dict(overrides)
         with importing():
             vllm_config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
         if problem := receiver.refit_problem(vllm_config):

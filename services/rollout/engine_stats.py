@@ -68,13 +68,9 @@ def stat_logger() -> type[Any]:
         ) -> None:
             self.engine_stats.add(scheduler_stats, iteration_stats)
 
-        def log_engine_initialized(self) -> None:
-            pass
+        def _do_nothing(self, *_: Any, **__: Any) -> None:
+            """Stand for what the base class counts in its metrics."""
 
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-            pass
-
-        def record_admission_rejection(self, reason: str) -> None:
-            pass
+        log_engine_initialized = record_sleep_state = record_admission_rejection = _do_nothing
 
     return Recorder

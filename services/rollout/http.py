@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -331,21 +331,17 @@ class RolloutMetrics(Collector):
             ("engine_generated_tokens", "Tokens that the engine sampled", stats.generated_tokens),
         ):
             yield CounterMetricFamily(f"headrace_rollout_{name}", text, value=value)
-        for name, text, counts in (
-            ("groups", "Leases, by how they ended", status.groups),
-            ("calls", "Calls of episodes, by how they ended", status.calls),
-            ("refits", "Refits taken part in, by outcome", status.refits),
-        ):
-            family = CounterMetricFamily(f"headrace_rollout_{name}", text, labels=["outcome"])
-            for outcome, count in counts.items():
-                family.add_metric([outcome], count)
-            yield family
+        labelled: list[tuple[str, str, str, Mapping[str, int]]] = [
+            ("groups", "Leases, by how they ended", "outcome", status.groups),
+            ("calls", "Calls of episodes, by how they ended", "outcome", status.calls),
+            ("refits", "Refits taken part in, by outcome", "outcome", status.refits),
+        ]
         if self.puller is not None:
-            pulled = CounterMetricFamily(
-                "headrace_rollout_pulled_bytes", "Bytes of weights, by source", labels=["source"]
-            )
-            for source, size in self.puller.fetched_from.items():
-                pulled.add_metric([source], size)
-            yield pulled
+            labelled.append(("pulled_bytes", "Bytes of weights, by source", "source", self.puller.fetched_from))
             served = self.puller.served.served_bytes
             yield CounterMetricFamily("headrace_rollout_served_bytes", "Bytes of weights sent to others", value=served)
+        for name, text, label, counts in labelled:
+            family = CounterMetricFamily(f"headrace_rollout_{name}", text, labels=[label])
+            for value, count in counts.items():
+                family.add_metric([value], count)
+            yield family

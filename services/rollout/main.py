@@ -64,7 +64,7 @@ def _run(config: Config) -> None:
     if config.policy.tokenizer.name is not None:
         TOKENIZER.check("policy.tokenizer.name", config.policy.tokenizer.name)
     with (
-        contextlib.closing(bind(config.rollout.host, config.rollout.port, "rollout.port")) as sock,
+        bind(config.rollout.host, config.rollout.port, "rollout.port") as sock,
         asyncio.Runner() as runner,
     ):
         replay = runner.run(ReplayClient.connect(buffer_url(config, "rollout"), config.run.id))

@@ -154,7 +154,7 @@ class Puller:
             probe_token_ids=terms.probe_token_ids,
             timeout_s=terms.timeout_s,
         )
-        self._ready = msgspec.structs.replace(offer, rendezvous=pulled.encode())
+        self._ready = msgspec.structs.replace(offer, rendezvous=pulled)
 
     async def _judge(self, peers: list[AskedPeer]) -> None:
         """Leave those alone for a while that were not reached, or with which a version was superseded before it was here. Say of each once

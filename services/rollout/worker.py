@@ -60,6 +60,8 @@ log = logging.getLogger(__name__)
 
 # How long a leaving replica may take to save unfinished trajectories: well within the grace period of a stopped process.
 _PARTING_S = 5.0
+# How a call without an answer is counted, by its error; any other has failed.
+_UNANSWERED = {asyncio.CancelledError: "abandoned", ReplicaFenced: "fenced", RenderRefused: "refused"}
 _NOT_VERIFIED = "the weights that it sampled from are not verified; retry, or call another replica"
 
 
@@ -471,17 +473,8 @@ class RolloutWorker:
         """
         try:
             sampled = await self._run_call(request, special_tokens=special_tokens)
-        except asyncio.CancelledError:
-            self.status.calls["abandoned"] += 1
-            raise
-        except ReplicaFenced:
-            self.status.calls["fenced"] += 1
-            raise
-        except RenderRefused:
-            self.status.calls["refused"] += 1
-            raise
-        except Exception:
-            self.status.calls["failed"] += 1
+        except BaseException as error:
+            self.status.calls[_UNANSWERED.get(type(error), "failed")] += 1
             raise
         self.status.calls["answered"] += 1
         self.status.call_tokens += len(sampled.token_ids)

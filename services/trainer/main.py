@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from headrace.base.errors import CodecError, HeadraceError, ServiceError, WrongStep, WrongTimeline
 from headrace.base.model_name import MODEL, TOKENIZER
 from headrace.base.parent import die_with_parent
-from headrace.base.tasks import cancel
+from headrace.base.tasks import cancel, run_until
 from headrace.config import Config
 from headrace.net.http_access import HttpAccess
-from headrace.net.service import EXIT_STOPPED, bind, serve_http, stop_on_signals, stop_signals
+from headrace.net.service import EXIT_STOPPED, bind, exported, serve_http, stop_on_signals, stop_signals
 from headrace.records.score import Score
 from headrace.records.trajectory import AnyTrajectory
 from headrace.replay import BufferRetry, ReplayClient
@@ -93,7 +93,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
         async with contextlib.AsyncExitStack() as stack:
             sock = bind(config.trainer.host, config.trainer.port, "trainer.port")
             access = HttpAccess.of(config, config.trainer.host)
-            stack.enter_context(gauges.registered())
+            stack.enter_context(exported(gauges))
             app = build_app(config, readiness, ranks.progress)
             await stack.enter_async_context(serve_http(app, sock, access))
             scheme = "http" if access.certificate is None else "https"
@@ -109,7 +109,7 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
                 log.info("%s", line)
 
             readiness.problem = "waiting for the replay buffer"
-            replay = await _connect_unless_stopped(config, dependencies, stop)
+            replay = await run_until(dependencies.connect(config), stop.wait())
             if replay is None:
                 await asyncio.to_thread(dismiss, ranks)
                 return False
@@ -221,20 +221,6 @@ async def _lead(config: Config, ranks: Ranks, dependencies: Dependencies) -> boo
             "Stop the other, or start this one again: it resumes from its last checkpoint"
         ) from error
     return finished
-
-
-async def _connect_unless_stopped(
-    config: Config, dependencies: Dependencies, stop: asyncio.Event
-) -> ReplayClient | None:
-    """Connect to the buffer. Returns None if the stop comes first."""
-    connecting, stopped = asyncio.create_task(dependencies.connect(config)), asyncio.create_task(stop.wait())
-    await asyncio.wait((connecting, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if connecting.done():
-        return connecting.result()
-    connecting.cancel()
-    await asyncio.wait((connecting,))
-    return None
 
 
 def _follow(config: Config, ranks: Ranks, dependencies: Dependencies) -> None:

@@ -13,8 +13,8 @@ from headrace.run.metric_names import METRIC_SECTIONS, unknown
 
 from .control.checkpoint import Checkpoints
 from .control.resume import check_prompts
-from .data import Prompts, digest_problems, load_problems
-from .data.problems import look_at
+from .data.problems import load_problems, look_at
+from .data.prompts import Prompts, digest_problems
 from .data.sources import describe_columns, on_the_hub
 
 # Metrics of `train:` that a checkpoint has.

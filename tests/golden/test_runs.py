@@ -83,10 +83,9 @@ def start(run: Run, steps: int, folder: Path, model: Path) -> None:
         f"{run.algorithm}.max_num_steps": steps,
     }
     if "env.holds" in changes:
-        changes |= {
-            f"data.{part}.data_path": problems(folder / f"{part}.jsonl", first)
-            for part, first in (("train", 10), ("validation", 60))
-        }
+        for part, first in (("train", 10), ("validation", 60)):
+            changes[f"data.{part}.data_path"] = problems(folder / f"{part}.jsonl", first)
+            changes[f"data.{part}.size"] = 1000  # the default: a file has a size of its own
     up = Up(
         ROOT / "examples" / f"{run.example}.yaml",
         *(f"{key}={value}" for key, value in changes.items()),

@@ -54,7 +54,7 @@ def _found(model: Path) -> dict[str, float | str]:
         if tensor.is_floating_point():
             tensor.add_(torch.randn_like(tensor) * 0.02)
     others, sent = learner.probe(ids), list(learner.policy.weights())
-    arguments = rollout_engine.engine_arguments(chosen, on_cpu=True) | receiver.engine_arguments(chosen)
+    arguments = rollout_engine.engine_arguments(chosen, on_cpu=True) | receiver.engine_arguments()
     engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, "distributed_executor_backend": "uni"}))
     initial = _apart(_probe(engine, ids.tolist()), own)
     try:

@@ -9,7 +9,7 @@ from headrace.records.group_event import GroupEvent
 from headrace.records.trajectory import Lane
 from headrace.run.group_files import write_file
 from headrace_services.trainer.control.history_writer import to_columns
-from headrace_services.trainer.data import Problem
+from headrace_services.trainer.data.sources import Problem
 
 
 def find_sum(lane: Lane, order: int) -> tuple[Problem, int | None]:

@@ -76,7 +76,7 @@ class Code(SandboxedEnvironment[CodeConfig]):
         self.description = "tests of a program, or of a Python function"
         self._spawner: socket.socket | None = None  # forks a code worker for each socket that it is sent
         # a scoring worker runs one program in its place, and others only while it waits for programs that sleep
-        self._spares = Spares(_CodeWorker.close, floor=1)
+        self._spares = Spares(_CodeWorker.close)
         self._outcomes: list[ProgramResult] = []
 
     def prepare(self, sources: Sequence[DataSourceConfig]) -> None:

@@ -26,7 +26,7 @@ from headrace.run.group_files import (
 )
 from headrace.run.samples import find_expected, write_prompt
 
-from ..data import Problem
+from ..data.sources import Problem
 from .group_spans import FIELDS, GroupSpans
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from headrace.replay import BufferRetry, Evaluated, ReplayClient, Replica
 from headrace.run.headlines import accuracy_name
 from headrace.run.journal import Line
 
-from ..data import Problem
+from ..data.sources import Problem
 from ..telemetry.metrics import score_metrics
 from .checkpoint_writer import CheckpointWriter
 from .context import TrainerContext

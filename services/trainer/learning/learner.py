@@ -26,7 +26,7 @@ from headrace.run.checkpoints import cannot_write_checkpoint
 
 from ...refit import states
 from ...refit.probe import ROUNDING_MULTIPLE, is_exact, only_rounds
-from ..data import ModelTokens
+from ..data.model_tokens import ModelTokens
 from ..distributed.ranks import Ranks, place_on_host
 from ..network.backbone import Write, choose_device, description
 from ..network.packing import PackedRows, Packing, Work

@@ -230,7 +230,7 @@ def _uses(config: Config, site: Site) -> tuple[tuple[float, float] | None, list[
     """Return the shares of a shared device, and what each side takes of its own."""
     trainer = _trainer_use(config, site) if site.trainer else None
     if site.shared and trainer is not None:
-        return _share_device(config, site, trainer)
+        return _share_device(config, trainer)
     uses = [] if trainer is None else [trainer]
     if site.replica is not None:
         share = _share(config)
@@ -257,7 +257,7 @@ def _replica_use(config: Config, device: DeviceMemory, share: float, free: int) 
     return Use("a replica", "", parts, room, device)
 
 
-def _share_device(config: Config, site: Site, trainer: Use) -> tuple[tuple[float, float], list[Use]]:
+def _share_device(config: Config, trainer: Use) -> tuple[tuple[float, float], list[Use]]:
     """Return the shares of the device that both sides share, and what each takes of its own. A share that is not configured is the usual
     one if both sides fit so, and otherwise what the trainer needs, and for the replica the rest."""
     device = trainer.device

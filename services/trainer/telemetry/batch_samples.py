@@ -32,7 +32,7 @@ from headrace.run.samples import (
 )
 from headrace.run.token_texts import TokenTexts
 
-from ..data import Problem
+from ..data.sources import Problem
 from .plots import html_page, safe
 
 if TYPE_CHECKING:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Literal
 
 from fastapi import FastAPI
-from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from headrace.config import Config
 from headrace.net.service import Ready, create_app
@@ -66,11 +64,3 @@ class Gauges(Collector):
                 gauge.add_metric([label] if labels else [], value)
             if values:
                 yield gauge
-
-    @contextmanager
-    def registered(self, registry: CollectorRegistry = REGISTRY) -> Iterator[Gauges]:
-        registry.register(self)
-        try:
-            yield self
-        finally:
-            registry.unregister(self)

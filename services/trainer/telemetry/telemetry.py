@@ -24,7 +24,7 @@ from headrace.run.token_texts import TokenTexts
 
 from ...refit.backends import Backend
 from ...refit.probe import Differences
-from ..data import Problem
+from ..data.sources import Problem
 from ..learning.batch import Batch
 from . import alarm
 from .batch_samples import (

@@ -21,7 +21,8 @@ from headrace.config.services import CheckpointingConfig
 from headrace.launch import runs
 from headrace.run.journal import JOURNAL, Journal
 from headrace_services.trainer.control.checkpoint import Checkpoints, CheckpointState
-from headrace_services.trainer.data import digest_problems, load_problems
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.prompts import digest_problems
 from tests.support.command import error_of, headrace, headrace_process, refused
 from tests.support.forks import command, fork
 from tests.support.http_server import Quiet, serving

@@ -146,7 +146,7 @@ async def test_no_attack_on_the_sandbox_succeeds_or_is_seen_by_the_next(level: L
         everything = attacks(tmp_path, tcp.getsockname()[1], udp.getsockname()[1], unix)
         mode = os.stat(os.__file__).st_mode
         async with evaluating(level) as worker:
-            assert worker.level is level
+            assert worker.started.level is level
             for name, code in everything.items():
                 result = await worker.run(code)
                 assert result.status in ("SCORED", "FAILED"), (name, result)

@@ -40,7 +40,7 @@ from headrace_services.rollout.generate import (
 )
 from headrace_services.rollout.http import BehindTraining
 from headrace_services.rollout.sequence_slots import SequenceSlots
-from headrace_services.trainer.data import ModelTokens
+from headrace_services.trainer.data.model_tokens import ModelTokens
 from headrace_services.trainer.network.packing import Packing, pack
 from headrace_services.trainer.network.policy_model import LogitsWarper, PolicyModel, mask_kept
 from tests.support.buffer import make_group

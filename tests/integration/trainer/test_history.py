@@ -17,7 +17,8 @@ from headrace.base.errors import NotVerified
 from headrace.cli.rewind import set_aside
 from headrace.records.trajectory import Span, Trajectory
 from headrace.replay import Lease, Limits, ReplayClient
-from headrace_services.trainer.data import PromptOrder, load_problems
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.prompts import PromptOrder
 from tests.support.small_replica import SmallReplica, running, score_all
 from tests.support.trainer_process import PROMPTS, STEPS, Trainer, check_history, run_with_replica, settled
 

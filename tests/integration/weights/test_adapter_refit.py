@@ -171,7 +171,7 @@ async def test_an_engine_computes_with_the_adapters_it_keeps_alone(run: Run, red
     try:
         replica = await engines.get("adapter", policy={"lora_cfg": LORA})
         await replica.join(run.replay.run_id, "a")
-        prompt = choose_token_ids(run.learner.policy.vocab_size, 100, seed=1).tolist()
+        prompt = np.random.default_rng(1).choice(run.learner.policy.vocab_size, 100).tolist()
 
         def train(version: int) -> None:
             train_step(run.learner, random_batch(8, version))

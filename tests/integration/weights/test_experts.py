@@ -60,7 +60,7 @@ async def test_experts_are_trained_and_refitted(redis_url: str, run_id: str, lim
         replica = await engines.get("tied")
         await replica.join(run_id, "a")
         probe = choose_token_ids(learner.policy.vocab_size)
-        prompt = choose_token_ids(learner.policy.vocab_size, 100, seed=1).tolist()
+        prompt = np.random.default_rng(1).choice(learner.policy.vocab_size, 100).tolist()
         for version in (0, 1):
             if version:
                 train_step(learner, random_batch(8))

@@ -7,32 +7,29 @@ from typing import Any
 import pytest
 
 from headrace.records.score import Score
-from headrace_services.agents.decisions import Candidate, Finish, Outcome, choose, finish
+from headrace_services.agents.decisions import Finish, Outcome, choose, finish
+from tests.support.gateways import replica
 
 SCORED = Score("SCORED", 1.0, build="b")
 FAILED = Score("FAILED", message="it raised")
 
 
-def candidate(name: str, calls: int = 0, *, healthy: bool = True, version: int = 3) -> Candidate:
-    return Candidate(name, healthy, version, calls)
-
-
 @pytest.mark.parametrize(
-    ("candidates", "parent", "refused", "chosen"),
+    ("replicas", "parent", "refused", "chosen"),
     [
-        ([candidate("a", 5), candidate("b", 2)], None, set(), "b"),
-        ([candidate("a", 5), candidate("b", 2)], "a", set(), "a"),
-        ([candidate("a", 5), candidate("b", 2)], "a", {"a"}, "b"),
-        ([candidate("a", 5), candidate("b", 2)], "gone", set(), "b"),
-        ([candidate("a", healthy=False)], "a", set(), None),
-        ([candidate("a", version=2), candidate("b", 9, version=4)], None, set(), "b"),
+        ([replica("a"), replica("b")], None, set(), "b"),
+        ([replica("a"), replica("b")], "a", set(), "a"),
+        ([replica("a"), replica("b")], "a", {"a"}, "b"),
+        ([replica("a"), replica("b")], "gone", set(), "b"),
+        ([replica("a", state="STALE")], "a", set(), None),
+        ([replica("b", version=2), replica("a", version=4)], None, set(), "a"),
         ([], None, set(), None),
     ],
 )
 def test_a_call_goes_to_its_parents_replica_or_to_the_least_loaded(
-    candidates: Any, parent: Any, refused: Any, chosen: Any
+    replicas: Any, parent: Any, refused: Any, chosen: Any
 ) -> None:
-    assert choose(candidates, 3, parent, refused) == chosen
+    assert choose(replicas, {"a": 5, "b": 2}, 3, parent, refused) == chosen
 
 
 def outcome(**changes: Any) -> Outcome:

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from headrace.config import Config
 from headrace.config.policy import COLDEST, HOTTEST
 from headrace_services.rollout.generate import sampling_params
-from headrace_services.trainer.data import GroupBuilder, Problem
+from headrace_services.trainer.data.prompts import GroupBuilder
+from headrace_services.trainer.data.sources import Problem
 from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY
 

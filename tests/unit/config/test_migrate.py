@@ -19,7 +19,7 @@ from headrace.cli.app import app
 from headrace.config import Config, load
 from headrace.config.migrate import trl, verl
 from headrace.config.migrate.draft import Draft, Row, read_scalar
-from headrace_services.trainer.data import load_problems
+from headrace_services.trainer.data.problems import load_problems
 
 TRAINS = """
 from datasets import load_dataset

@@ -15,7 +15,7 @@ from headrace.cli.app import app
 from headrace.config import load
 from headrace.env import environment_file
 from headrace.launch import environment_processes
-from headrace_services.trainer.data import load_problems
+from headrace_services.trainer.data.problems import load_problems
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,9 +9,9 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig
-from headrace_services.trainer.data import load_problems, rows
+from headrace_services.trainer.data import rows
 from headrace_services.trainer.data.faults import MOST_KINDS, MOST_ROWS, BadRow, Faults
-from headrace_services.trainer.data.problems import look_at
+from headrace_services.trainer.data.problems import load_problems, look_at
 
 GOOD, NOT_JSON, NO_ANSWER = '{"input": "1+1", "output": "2"}', '{"input": "1+1", ', '{"input": "1+1"}'
 

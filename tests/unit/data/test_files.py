@@ -17,8 +17,10 @@ from headrace import Sample
 from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig
 from headrace.env.wire import sample_from_wire, sample_to_wire
-from headrace_services.trainer.data import Problem, digest_problems, load_problems, rows
-from headrace_services.trainer.data.sources import describe_columns
+from headrace_services.trainer.data import rows
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.prompts import digest_problems
+from headrace_services.trainer.data.sources import Problem, describe_columns
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,9 @@ import pytest
 from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
 from headrace.records.trajectory import Group
-from headrace_services.trainer.data import GroupBuilder, ModelTokens, Problem
+from headrace_services.trainer.data.model_tokens import ModelTokens
+from headrace_services.trainer.data.prompts import GroupBuilder
+from headrace_services.trainer.data.sources import Problem
 from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY
 

@@ -11,7 +11,8 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.config.data import DataConfig, HubName
-from headrace_services.trainer.data import HUB_DATASETS, Problem, load_problems
+from headrace_services.trainer.data.problems import load_problems
+from headrace_services.trainer.data.sources import HUB_DATASETS, Problem
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_services.trainer.data import PromptOrder
+from headrace_services.trainer.data.prompts import PromptOrder
 
 
 @given(count=st.integers(1, 50), seed=st.integers(0, 5), epochs=st.integers(1, 4), shuffle=st.booleans())

@@ -11,8 +11,8 @@ import pytest
 from headrace.base.errors import ConfigError
 from headrace.config import load
 from headrace.config.data import DataConfig
-from headrace_services.trainer.data import Problem, load_problems
-from headrace_services.trainer.data.problems import look_at
+from headrace_services.trainer.data.problems import load_problems, look_at
+from headrace_services.trainer.data.sources import Problem
 
 CODE = '''
 def numbers(count=3, start=0):

@@ -13,9 +13,8 @@ from reasoning_gym.factory import DATASETS
 from headrace.base.errors import ConfigError
 from headrace.base.tagged_json import from_json
 from headrace.config.data import DataConfig
-from headrace_services.trainer.data import load_problems
 from headrace_services.trainer.data.arithmetic import select_held_out, training_pairs
-from headrace_services.trainer.data.problems import load_evaluated
+from headrace_services.trainer.data.problems import load_evaluated, load_problems
 
 CHAIN_SUM = {
     "dataset_name": "reasoning_gym",

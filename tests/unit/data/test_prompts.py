@@ -13,7 +13,8 @@ from headrace.base.errors import ConfigError, ServiceError
 from headrace.config import Config
 from headrace.run import prompt_counts
 from headrace.run.prompt_counts import PromptRecord
-from headrace_services.trainer.data import ModelTokens, Prompts
+from headrace_services.trainer.data import Prompts
+from headrace_services.trainer.data.model_tokens import ModelTokens
 from headrace_services.trainer.demo_models import tiny, tiny_calculator
 from tests.support.model_tokens import TINY
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
 from headrace.config import Config
-from headrace_services.trainer.data import PromptOrder, Prompts, RoundRobinOrder
+from headrace_services.trainer.data.prompts import PromptOrder, Prompts, RoundRobinOrder
 from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.config import Config
 from headrace.config.data import DataConfig
-from headrace_services.trainer.data import Prompts, RoundRobinOrder, spread
+from headrace_services.trainer.data.prompts import Prompts, RoundRobinOrder, spread
 from headrace_services.trainer.demo_models import tiny
 from tests.support.model_tokens import TINY
 

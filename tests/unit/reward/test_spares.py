@@ -9,7 +9,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.ended: list[str] = []
-        self.spares = Spares(self.ended.append, floor=1, clock=lambda: self.now)
+        self.spares = Spares(self.ended.append, clock=lambda: self.now)
 
     def at(self, now: float) -> Spares[str]:
         self.now = now

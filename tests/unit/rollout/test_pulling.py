@@ -15,7 +15,7 @@ import pytest
 from headrace.config import Config
 from headrace.replay import Epoch
 from headrace.run.object_store import RunStore
-from headrace_services.refit.rendezvous import Pulled, decode_rendezvous
+from headrace_services.refit.rendezvous import Pulled
 from headrace_services.rollout import pulling
 from headrace_services.rollout.pulling import Puller
 from tests.support.pullers import MANIFEST, Buffer, Trainer
@@ -57,7 +57,7 @@ async def settle(puller: Puller, held: tuple[str, int] | None = None) -> Epoch |
 def version_in(epoch: Epoch | None) -> float:
     """Of the weights in the file."""
     assert epoch is not None
-    pulled = decode_rendezvous(epoch.rendezvous)
+    pulled = epoch.rendezvous
     assert isinstance(pulled, Pulled)
     assert (pulled.manifest, pulled.probe_token_ids.tolist()) == (MANIFEST, [1, 2])
     (value,) = set(np.fromfile(pulled.file, np.float32).tolist())

@@ -73,7 +73,7 @@ def test_the_group_is_reused_until_the_membership_changes() -> None:
 def test_ranks_are_distinct_and_do_not_depend_on_the_order_of_members() -> None:
     rendezvous = msgspec.structs.replace(RENDEZVOUS, workers=2)
     for members in (("b", "a", "c"), ("c", "b", "a")):
-        assert [rendezvous.first_rank(member, members) for member in "abc"] == [1, 3, 5]
+        assert [rendezvous.ranks_of(member, members).start for member in "abc"] == [1, 3, 5]
         assert rendezvous.place(0, members)["world_size"] == 7
 
 
