@@ -274,7 +274,7 @@ def _busy(environment: EnvironmentNow) -> str:
 
 
 def _without_lesson(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
-    """Groups whose rewards are all equal have no advantage, so what was spent on them is lost."""
+    """Groups whose rewards are all equal have no advantage if it is measured in the group, so what was spent on them is lost."""
     scored = sum(step.get("dynamic_sampling_scored_groups", 0.0) for step in steps)
     filtered = sum(step.get("dynamic_sampling_filtered_groups", 0.0) for step in steps)
     failing, succeeding = (_mean(_values(steps, f"baseline_reward/pct_{end}")) for end in (0, 1))
@@ -289,7 +289,7 @@ def _without_lesson(steps: Sequence[Metrics], config: Config) -> Iterator[Findin
             Evidence("prompts", {"state": "filtered"}),
         )
     equal = _mean(_values(steps, "groups_without_spread"))
-    if equal >= WASTED:
+    if equal >= WASTED and config.algorithm.adv_estimator.has_group_baseline:
         yield Finding(
             f"{100 * equal:.0f} % of the groups taught nothing: their rewards are all equal",
             f"{remedy}, or {config.algorithm.name}.use_dynamic_sampling=true",

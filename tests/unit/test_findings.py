@@ -168,6 +168,21 @@ def test_what_teaches_nothing_is_to_be_easier_or_harder() -> None:
     assert found.evidence.query == {"state": "filtered"}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ppo": {"num_generations_per_prompt": 1}},
+        {"grpo": {"adv_estimator": {"name": "opd", "teacher_model_name": "t"}}},
+        {"grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}}},
+    ],
+    ids=["a value model", "a teacher", "the batch"],
+)
+def test_equal_rewards_of_a_group_teach_something_where_advantages_are_not_measured_in_it(
+    values: dict[str, Any],
+) -> None:
+    assert find(lines({**WELL, "groups_without_spread": 1.0}), config(values)) == []
+
+
 def test_a_replica_that_admission_never_gives_a_group_is_too_many() -> None:
     few = {"grpo": {"num_prompts_per_step": 2}, "rollout": {"replicas": 2}}
     assert find([], config(few)) == []

@@ -120,8 +120,8 @@ def token_metrics(batch: Batch, name: str, tokens: Float64, ranks: Ranks) -> dic
 
 
 def all_equal(groups: Float64) -> Bool:
-    """Return [P] bool: whether all values of a row of `groups` [P, n] are equal."""
-    return (groups == groups[:, :1]).all(axis=1)
+    """Return [P] bool: whether all values of a row of `groups` [P, n] are equal, but for rounding."""
+    return mean_and_std(groups)[1] == 0
 
 
 def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) -> Float64:
