@@ -120,14 +120,9 @@ class AdvEstimatorConfig(Section):
         return self.name in ("reinforce_plus_plus", "gae")
 
     @property
-    def compares_groups(self) -> bool:
-        """Whether an advantage is relative to the other trajectories of a group."""
-        return self.name in ("grpo", "gdpo")
-
-    @property
     def has_group_baseline(self) -> bool:
         """Whether an advantage is measured against the rewards of the trajectory's group."""
-        return self.compares_groups
+        return self.name in ("grpo", "gdpo")
 
     @property
     def weighs_components(self) -> bool:

@@ -62,7 +62,7 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
 
     @property
     def has_group_baseline(self) -> bool:
-        return self.compares_groups or (self.name == "reinforce_plus_plus" and self.minus_baseline)
+        return super().has_group_baseline or (self.name == "reinforce_plus_plus" and self.minus_baseline)
 
 
 class GRPOConfig(AlgorithmConfig):
