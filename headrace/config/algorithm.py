@@ -187,8 +187,8 @@ class AlgorithmConfig(Section):
         False,
         description="completions that were cut off at the length limit are left out of the loss, but not out of the baseline",
     )
-    advantage_clip_low: MayChange[float | None] = Field(None, description="lower limit of advantages")
-    advantage_clip_high: MayChange[float | None] = Field(None, description="upper limit of advantages")
+    advantage_clip_low: MayChange[float | None] = Field(None, le=0, description="lower limit of advantages")
+    advantage_clip_high: MayChange[float | None] = Field(None, ge=0, description="upper limit of advantages")
     seq_logprob_error_threshold: MayChange[float | None] = Field(
         None,
         ge=1,

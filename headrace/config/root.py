@@ -198,8 +198,26 @@ class Config(Section):
             f"{'all validate, and refits wait' if replicas == 1 else f'{replicas - 1} validate'} unless others join; raise rollout.replicas"
         ]
         few = too_few if validators >= replicas else []
-        cut_off = cut_off if new >= context else []
-        return [*cut_off, *slow, *self._fp8_warnings, *self._shaping_warnings(answer), *few]
+        name, age = self.algorithm.name, self.algorithm.max_age
+        stale = [
+            f"{name}.async_{name}.max_trajectory_age_steps {age}: tokens may be so many steps older than the weights, and the loss treats "
+            "them as if these had sampled them, by which a policy can collapse; set loss_fn.prev_logprobs_source to generation, or "
+            "loss_fn.use_importance_sampling_correction to true"
+        ]
+        several = self.algorithm.val_num_generations_per_prompt
+        alike = [
+            f"{name}.val_num_generations_per_prompt {several} with policy.generation.val_temperature 0: greedy completions of a prompt are "
+            "all the same, so that pass_k is the accuracy; raise the temperature, or ask once"
+        ]
+        return [
+            *(cut_off if new >= context else []),
+            *slow,
+            *(stale if age and not self.loss_fn.corrects_for_sampling else []),
+            *(alike if several > 1 and self.policy.generation.val_temperature == 0 else []),
+            *self._fp8_warnings,
+            *self._shaping_warnings(answer),
+            *few,
+        ]
 
     def _shaping_warnings(self, answer: int) -> Iterator[str]:
         """`answer`: the most tokens that a single answer can have."""
@@ -232,9 +250,7 @@ class Config(Section):
     def _fp8_warnings(self) -> list[str]:
         if self.policy.generation.vllm_cfg.kv_cache_dtype != "fp8":
             return []
-        loss = self.loss_fn
-        corrected = loss.weighs_by_importance or loss.prev_logprobs_source == "generation"
-        channel = self.weight_channel
+        corrected, channel = self.loss_fn.corrects_for_sampling, self.weight_channel
         largest = channel.verify_tolerance or 2.0
         mean = channel.verify_mean_tolerance or min(0.2, largest)
         remedy = "" if corrected else " loss_fn.use_importance_sampling_correction: true corrects for that;"

@@ -69,9 +69,11 @@ def check(tmp_path: Path, *overrides: str) -> Config:
             "reward_shaping.enabled true with grpo.adv_estimator.name gdpo.*length as a component",
         ),
         (
-            ["grpo.advantage_clip_low=2", "grpo.advantage_clip_high=-2"],
-            r"advantage_clip_low 2.0 is not below advantage_clip_high -2.0",
+            ["grpo.advantage_clip_low=0", "grpo.advantage_clip_high=0"],
+            r"advantage_clip_low 0.0 is not below advantage_clip_high 0.0",
         ),
+        (["grpo.advantage_clip_low=2"], r"grpo.advantage_clip_low: 2"),
+        (["grpo.advantage_clip_high=-2"], r"grpo.advantage_clip_high: -2"),
         (["grpo.seq_logprob_error_threshold=0.5"], "grpo.seq_logprob_error_threshold: 0.5"),
         (
             ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=600"],
@@ -157,3 +159,10 @@ def test_a_factor_that_raises_negative_rewards_is_warned_of(tmp_path: Path) -> N
     [said] = check(tmp_path, *shaping, *scaling).warnings
     assert "stop_properly_penalty_coef 0 with reward_scaling down to -1" in said
     assert check(tmp_path, *shaping, scaling[0]).warnings == []
+
+
+def test_greedy_completions_that_are_all_the_same_are_warned_of(tmp_path: Path) -> None:
+    greedy, several = "policy.generation.val_temperature=0", "grpo.val_num_generations_per_prompt=4"
+    [said] = check(tmp_path, greedy, several).warnings
+    assert "pass_k is the accuracy" in said
+    assert check(tmp_path, greedy).warnings == check(tmp_path, several).warnings == []
