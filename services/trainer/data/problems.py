@@ -88,16 +88,30 @@ def _own_problems(
     wrong.tell()
     validation, train = parts["validation"], list[tuple[_Template, list[Problem]]]()
     for template, problems in parts["train"]:
-        size = round(len(problems) * template.source.split_validation_size)
-        chosen = set(random.Random(template.source.seed).sample(range(len(problems)), size))
-        validation.append((template, [problem for at, problem in enumerate(problems) if at in chosen]))
-        train.append((template, [problem for at, problem in enumerate(problems) if at not in chosen]))
+        kept, held = _split(template, problems)
+        validation.append((template, held))
+        train.append((template, kept))
     held_out = {template.question(problem) for template, problems in validation for problem in problems}
     training, repeated = _assemble(train, held_out, left_out, once=data.remove_duplicates), Counter[str]()
     asked = _assemble(validation, set(), repeated, once=data.remove_duplicates)
     if left_out is not None:
         left_out["duplicates_validation"] = repeated["duplicates"]
     return training, asked
+
+
+def _split(template: _Template, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems to train on, and the share that is held out. It is of the distinct ones: where a set has each many times, a few
+    rows are nearly all problems. A share of a few problems is not none."""
+    share = template.source.split_validation_size
+    if not share:
+        return problems, []
+    questions = [template.question(problem) for problem in problems]
+    distinct = list(dict.fromkeys(questions))
+    size = round(len(distinct) * share) or min(len(distinct), 1)
+    chosen = {distinct[at] for at in random.Random(template.source.seed).sample(range(len(distinct)), size)}
+    asked = list(zip(questions, problems, strict=True))
+    kept = [problem for question, problem in asked if question not in chosen]
+    return kept, [problem for question, problem in asked if question in chosen]
 
 
 def _number_sources(data: DataConfig) -> Iterator[tuple[str, int, str, DataSourceConfig]]:
