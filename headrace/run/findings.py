@@ -30,6 +30,9 @@ LOSS, GREAT_LOSS = 0.1, 0.3
 BUSY = 0.8
 # Shares of groups without spread, or filtered ones, from which most of what is generated teaches nothing.
 WASTED = 0.5
+# An advantage that no reward has if it is divided by the deviation of its whole group (at most the root of the group's size), nor one of a
+# thousand tokens if all are whitened.
+EXTREME = 50.0
 # The share of completions that are cut off.
 CUT_OFF = 0.2
 # Shares of tokens that have moved further from the weights that sampled them than the loss trusts: a healthy run has fewer than the first.
@@ -107,6 +110,7 @@ def find(lines: Sequence[Line], config: Config, window: Window = "10", now: Now 
     found = [
         *_times(steps, config, now),
         *_without_lesson(steps, config),
+        *_outweighed(steps, config),
         *_cut_off(steps, config),
         *_old_data(steps, config),
         *_failed(steps),
@@ -295,6 +299,21 @@ def _without_lesson(steps: Sequence[Metrics], config: Config) -> Iterator[Findin
             f"{remedy}, or {config.algorithm.name}.use_dynamic_sampling=true",
             Evidence("prompts", {"sort": "spread"}),
         )
+
+
+def _outweighed(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
+    """A gradient is cut to a norm, so that a trajectory with an extreme advantage leaves nothing of the others in it."""
+    largest = max(map(abs, [*_values(steps, "advantages/min"), *_values(steps, "advantages/max")]), default=0.0)
+    grpo, name = config.grpo, config.algorithm.adv_estimator.name
+    if largest < EXTREME or config.algorithm.adv_estimator.has_teacher:
+        return
+    # where the others have almost equal rewards, their deviation is almost 0
+    of_others = grpo is not None and name != "reinforce_plus_plus" and grpo.leaves_one_out and grpo.normalizes
+    yield Finding(
+        f"an advantage was {largest:.0f}, so that one trajectory outweighed its batch",
+        f"{'grpo.use_leave_one_out_baseline=false, or ' if of_others else ''}{config.algorithm.name}.advantage_clip_low=-5 and _high=5",
+        _metrics("advantages/min", "advantages/max"),
+    )
 
 
 def _cut_off(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:

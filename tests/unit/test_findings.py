@@ -183,6 +183,20 @@ def test_equal_rewards_of_a_group_teach_something_where_advantages_are_not_measu
     assert find(lines({**WELL, "groups_without_spread": 1.0}), config(values)) == []
 
 
+def test_an_advantage_that_outweighs_a_batch_is_told_with_what_made_it() -> None:
+    """Fourteen rewards of 1, one of 0.995 and one of 0 make an advantage of -774."""
+    assert find(lines({**WELL, "advantages/min": -49.0, "advantages/max": 49.0}), config()) == []
+    extreme = lines({**WELL, "advantages/min": -774.0}, WELL)
+    found = only(*find(extreme, config()))
+    assert "774" in found.title
+    assert found.remedy.startswith("grpo.use_leave_one_out_baseline=false, or grpo.advantage_clip_low=-5")
+    for others in ({"grpo": {"use_leave_one_out_baseline": False}}, {"grpo": {"normalize_rewards": False}}):
+        assert only(*find(extreme, config(others))).remedy.startswith("grpo.advantage_clip_low")
+    assert only(*find(extreme, config({"ppo": {}}))).remedy.startswith("ppo.advantage_clip_low")
+    taught = {"grpo": {"adv_estimator": {"name": "opd", "teacher_model_name": "t"}}}
+    assert find(extreme, config(taught)) == [], "the nats between a teacher and a policy"
+
+
 def test_a_replica_that_admission_never_gives_a_group_is_too_many() -> None:
     few = {"grpo": {"num_prompts_per_step": 2}, "rollout": {"replicas": 2}}
     assert find([], config(few)) == []
