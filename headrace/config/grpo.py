@@ -72,7 +72,9 @@ class GRPOConfig(AlgorithmConfig):
 
     normalize_rewards: MayChange[bool] = Field(True, description="divide advantages by the group's standard deviation")
     use_leave_one_out_baseline: MayChange[bool] = Field(
-        True, description="baseline and deviation from the group's other trajectories"
+        True,
+        description="baseline and deviation from the group's other trajectories; where these have almost equal rewards, the deviation is "
+        "almost 0 and the advantage large",
     )
     adv_estimator: MayChange[GRPOAdvEstimatorConfig] = GRPOAdvEstimatorConfig()
     async_grpo: AsyncConfig = AsyncConfig()

@@ -337,7 +337,8 @@ def _old_data(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
     if share >= OFF_POLICY:
         section = f"{algorithm.name}.async_{algorithm.name}"
         age = algorithm.max_age
-        remedy = "a lower learning rate" + (f", or {section}.max_trajectory_age_steps={age - 1}" if age > 1 else "")
+        remedy = "" if config.loss_fn.corrects_for_sampling else "loss_fn.use_importance_sampling_correction=true, or "
+        remedy += "a lower learning rate" + (f", or {section}.max_trajectory_age_steps={age - 1}" if age > 1 else "")
         yield Finding(
             f"{100 * share:.0f} % of the tokens are further from the weights that sampled them than the clip of the ratio",
             remedy,
