@@ -159,7 +159,7 @@ def baseline_metrics(config: Config, rewards: Float64) -> dict[str, float]:
     assert config.grpo is not None
     n = config.grpo.num_generations_per_prompt
     baseline, _ = baselines(rewards.reshape(-1, n), leave_one_out=config.grpo.leaves_one_out and n > 1)
-    zero, one = (100.0 * float((baseline == value).mean()) for value in (0, 1))
+    zero, one = (100.0 * float((np.abs(baseline - value) <= ROUNDING).mean()) for value in (0, 1))
     return {
         "baseline_reward/pct_0": zero,
         "baseline_reward/pct_1": one,
