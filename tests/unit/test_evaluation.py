@@ -44,7 +44,7 @@ def lines(data_set: str, *prompts: tuple[float, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_reward_passes_that_is_below_the_threshold_by_rounding_alone() -> None:
+def test_a_reward_passes_that_is_too_low_by_rounding_alone() -> None:
     whole = 0.7 + 0.2 + 0.1
     assert whole < 1
     (found,) = report(lines("sums", (whole,), (0.999,)), []).values()

@@ -177,20 +177,20 @@ def test_what_teaches_nothing_is_to_be_easier_or_harder() -> None:
     ],
     ids=["a value model", "a teacher", "the batch"],
 )
-def test_equal_rewards_of_a_group_teach_something_where_advantages_are_not_measured_in_it(
+def test_equal_rewards_teach_where_advantages_are_not_of_a_group(
     values: dict[str, Any],
 ) -> None:
     assert find(lines({**WELL, "groups_without_spread": 1.0}), config(values)) == []
 
 
 @pytest.mark.parametrize(("source", "corrected"), [("recompute", False), ("generation", True)])
-def test_tokens_of_older_weights_are_to_be_corrected_for_if_they_are_not(source: str, corrected: bool) -> None:
+def test_old_tokens_are_to_be_corrected_for_if_they_are_not(source: str, corrected: bool) -> None:
     chosen = config({**ASYNC, "loss_fn": {"prev_logprobs_source": source}})
     remedy = only(*find(lines({**WELL, "off_policy_tokens": 0.2}), chosen)).remedy
     assert remedy.startswith("loss_fn.use_importance_sampling_correction=true") is not corrected
 
 
-def test_an_advantage_that_outweighs_a_batch_is_told_with_what_made_it() -> None:
+def test_an_advantage_that_outweighs_a_batch_is_told() -> None:
     """Fourteen rewards of 1, one of 0.995 and one of 0 make an advantage of -774."""
     assert find(lines({**WELL, "advantages/min": -49.0, "advantages/max": 49.0}), config()) == []
     extreme = lines({**WELL, "advantages/min": -774.0}, WELL)

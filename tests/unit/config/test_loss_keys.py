@@ -180,7 +180,7 @@ def test_a_skipped_reference_policy_leaves_no_penalty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "algorithm", ["grpo: {async_grpo: {%s}}", "ppo: {ppo_epochs: 1, async_ppo: {%s}}"], ids=["grpo", "ppo"]
 )
-def test_tokens_of_older_weights_that_nothing_corrects_for_are_warned_of(
+def test_tokens_of_older_weights_that_nothing_corrects_are_warned_of(
     tmp_path: Path, algorithm: str, keys: dict[str, object], corrects: bool
 ) -> None:
     said = load(given(tmp_path, algorithm % "enabled: true"), overrides(keys), {}).warnings
