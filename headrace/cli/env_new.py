@@ -96,6 +96,7 @@ grpo:
 
 loss_fn:
   reference_policy_kl_penalty: 0
+  prev_logprobs_source: generation    # clip against the policy that sampled, however old it is
 
 policy:
   model_name: models/tiny

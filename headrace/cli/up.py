@@ -22,6 +22,7 @@ from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settle
 from headrace.launch.summary import RunSummary
 from headrace.run import checkpoints, findings, history, object_store, start, stored_run
+from headrace.run.evaluation import reaches
 from headrace.run.history import CURVES, RECORD, recorded
 from headrace.run.object_store import RunStore
 
@@ -216,7 +217,7 @@ def why_it_ended(config: Config, run: RunSummary) -> str | None:
     metric, threshold = algorithm.stop_at_validation_metric, algorithm.stop_at_validation_threshold
     if metric is not None and threshold is not None:
         values = [metrics.get(metric.removeprefix("val:"), -math.inf) for metrics in run.validation.values()]
-        if max(values, default=-math.inf) >= threshold:
+        if reaches(max(values, default=-math.inf), threshold):
             return f"ended after {steps} steps: {metric} has reached {algorithm.name}.stop_at_validation_threshold {threshold:g}"
     return (
         f"ended after {steps} of {algorithm.max_num_steps} steps: the prompts were used up {algorithm.max_num_epochs} times "

@@ -131,14 +131,9 @@ class AdvEstimatorConfig(Section):
         return self.name in ("reinforce_plus_plus", "gae")
 
     @property
-    def compares_groups(self) -> bool:
-        """Whether an advantage is relative to the other trajectories of a group."""
-        return self.name in ("grpo", "gdpo")
-
-    @property
     def has_group_baseline(self) -> bool:
         """Whether an advantage is measured against the rewards of the trajectory's group."""
-        return self.compares_groups
+        return self.name in ("grpo", "gdpo")
 
     @property
     def weighs_components(self) -> bool:
@@ -203,8 +198,8 @@ class AlgorithmConfig(Section):
         False,
         description="completions that were cut off at the length limit are left out of the loss, but not out of the baseline",
     )
-    advantage_clip_low: MayChange[float | None] = Field(None, description="lower limit of advantages")
-    advantage_clip_high: MayChange[float | None] = Field(None, description="upper limit of advantages")
+    advantage_clip_low: MayChange[float | None] = Field(None, le=0, description="lower limit of advantages")
+    advantage_clip_high: MayChange[float | None] = Field(None, ge=0, description="upper limit of advantages")
     seq_logprob_error_threshold: MayChange[float | None] = Field(
         None,
         ge=1,

@@ -54,7 +54,7 @@ class GRPOAdvEstimatorConfig(AdvEstimatorConfig):
 
     @property
     def has_group_baseline(self) -> bool:
-        return self.compares_groups or (self.name == "reinforce_plus_plus" and self.minus_baseline)
+        return super().has_group_baseline or (self.name == "reinforce_plus_plus" and self.minus_baseline)
 
 
 class GRPOConfig(AlgorithmConfig):
@@ -64,7 +64,9 @@ class GRPOConfig(AlgorithmConfig):
 
     normalize_rewards: MayChange[bool] = Field(True, description="divide advantages by the group's standard deviation")
     use_leave_one_out_baseline: MayChange[bool] = Field(
-        True, description="baseline and deviation from the group's other trajectories"
+        True,
+        description="baseline and deviation from the group's other trajectories; where these have almost equal rewards, the deviation is "
+        "almost 0 and the advantage large",
     )
     adv_estimator: MayChange[GRPOAdvEstimatorConfig] = GRPOAdvEstimatorConfig()
     async_grpo: AsyncConfig = AsyncConfig()

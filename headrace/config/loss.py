@@ -244,6 +244,12 @@ class LossConfig(Section):
         return self.use_importance_sampling_correction or self.proximal is not None
 
     @property
+    def corrects_for_sampling(self) -> bool:
+        """Whether the policy term takes into account which policy sampled a token: an older one, or one computed otherwise."""
+        clips = self.prev_logprobs_source == "generation" and self.policy_term.clip is not None
+        return clips or self.weighs_by_importance or self.probability_difference_mask is not None
+
+    @property
     def kl_in_reward(self) -> bool:
         """Whether advantage estimators subtract a KL penalty from the rewards, and so need a reference policy."""
         return self.reference_policy_kl_penalty > 0 and self.use_kl_in_reward

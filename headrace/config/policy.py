@@ -308,7 +308,8 @@ class LoRAConfig(Section):
     )
     target_modules: Fixed[list[str]] = Field(
         [],
-        description="linear layers by the last part of their names, or by patterns of whole names; empty: all of them",
+        description="linear layers by the last part of their names, or by patterns of whole names; empty: all of them; experts "
+        "that one tensor holds are none",
     )
     exclude_modules: Fixed[list[str]] = Field([], description="layers without an adapter, named the same way")
     init: Fixed[Literal["xavier", "uniform"]] = Field(

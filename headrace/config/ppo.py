@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from headrace.config.algorithm import AdvEstimatorConfig, AlgorithmConfig, AsyncConfig
-from headrace.config.marks import MayChange
+from headrace.config.marks import Fixed, MayChange
 
 
 class PPOAdvEstimatorConfig(AdvEstimatorConfig):
@@ -62,7 +62,7 @@ class PPOConfig(AlgorithmConfig):
     policy_training_start_step: MayChange[int] = Field(
         0, ge=0, description="the first step that trains the policy; earlier steps train only the value model"
     )
-    scheduler_counts: MayChange[Literal["steps", "epochs"]] = Field(
+    scheduler_counts: Fixed[Literal["steps", "epochs"]] = Field(
         "steps",
         description="what policy.scheduler and value.scheduler count: trainer steps, or passes over a batch; a step has ppo_epochs "
         "(critic_ppo_epochs) passes",

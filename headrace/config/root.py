@@ -177,7 +177,6 @@ class Config(Section):
     @property
     def warnings(self) -> list[str]:
         """Settings that are valid but probably not intended, one line each."""
-        section = f"{self.algorithm.name}.reward_shaping"
         new, context = self.policy.generation.max_new_tokens, self.policy.max_total_sequence_length
         cut_off = [
             f"policy.generation.max_new_tokens {new} is never reached: prompt and completion together have at most "
@@ -193,17 +192,53 @@ class Config(Section):
             )
             if applies and answer / limit > _FAST_ANSWER
         ]
-        ignored = [
-            f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
-            for key in self.algorithm.reward_shaping.ignored
-        ]
         validators, replicas = self.trainer.validation_replicas, self.rollout.replicas
         too_few = [
             f"trainer.validation_replicas {validators} with rollout.replicas {replicas}: one replica always goes on training, so that "
             f"{'all validate, and refits wait' if replicas == 1 else f'{replicas - 1} validate'} unless others join; raise rollout.replicas"
         ]
         few = too_few if validators >= replicas else []
-        return [*(cut_off if new >= context else []), *slow, *self._fp8_warnings, *ignored, *few]
+        name, age = self.algorithm.name, self.algorithm.max_age
+        stale = [
+            f"{name}.async_{name}.max_trajectory_age_steps {age}: tokens may be so many steps older than the weights, and the loss treats "
+            "them as if these had sampled them, by which a policy can collapse; set loss_fn.prev_logprobs_source to generation, or "
+            "loss_fn.use_importance_sampling_correction to true"
+        ]
+        several = self.algorithm.val_num_generations_per_prompt
+        alike = [
+            f"{name}.val_num_generations_per_prompt {several} with policy.generation.val_temperature 0: greedy completions of a prompt are "
+            "all the same, so that pass_k is the accuracy; raise the temperature, or ask once"
+        ]
+        return [
+            *(cut_off if new >= context else []),
+            *slow,
+            *(stale if age and not self.loss_fn.corrects_for_sampling else []),
+            *(alike if several > 1 and self.policy.generation.val_temperature == 0 else []),
+            *self._fp8_warnings,
+            *self._shaping_warnings(answer),
+            *few,
+        ]
+
+    def _shaping_warnings(self, answer: int) -> Iterator[str]:
+        """`answer`: the most tokens that a single answer can have."""
+        shaping, scaling = self.algorithm.reward_shaping, self.algorithm.reward_scaling
+        section, coefficient = f"{self.algorithm.name}.reward_shaping", shaping.stop_properly_penalty_coef
+        for key in shaping.ignored:
+            yield f"{section}.{key} has no effect: stop_properly_penalty_coef replaces the overlong penalty; leave one of the two out"
+        begins = self.max_response_length - shaping.overlong_buffer_length
+        if shaping.enabled and coefficient is None and begins >= answer and not self.has_episodes:
+            yield (
+                f"{section} has no effect: its penalty begins after {begins} tokens (max_response_length {self.max_response_length} minus "
+                f"overlong_buffer_length {shaping.overlong_buffer_length}), and no answer has more than {answer} "
+                f"(policy.generation.max_new_tokens); set max_response_length to {answer}"
+            )
+        lowest = min(scaling.target_min, scaling.target_max)
+        if shaping.enabled and coefficient is not None and scaling.enabled and lowest < 0:
+            yield (
+                f"{section}.stop_properly_penalty_coef {coefficient:g} with reward_scaling down to {lowest:g}: times a factor below 1 a "
+                "negative reward is closer to 0, so that an answer that is cut off gets more than one that fails; scale rewards to 0 and "
+                "more, or leave the factor out"
+            )
 
     @property
     def unused_environments(self) -> list[str]:
@@ -215,9 +250,7 @@ class Config(Section):
     def _fp8_warnings(self) -> list[str]:
         if self.policy.generation.vllm_cfg.kv_cache_dtype != "fp8":
             return []
-        loss = self.loss_fn
-        corrected = loss.weighs_by_importance or loss.prev_logprobs_source == "generation"
-        channel = self.weight_channel
+        corrected, channel = self.loss_fn.corrects_for_sampling, self.weight_channel
         largest = channel.verify_tolerance or 2.0
         mean = channel.verify_mean_tolerance or min(0.2, largest)
         remedy = "" if corrected else " loss_fn.use_importance_sampling_correction: true corrects for that;"
@@ -505,11 +538,26 @@ def _check_loss(config: Config) -> Iterator[str]:
 def _check_estimator(config: Config) -> Iterator[str]:
     estimator, algorithm, loss = config.algorithm.adv_estimator, config.algorithm, config.loss_fn
     key = f"{algorithm.name}.adv_estimator.name {estimator.name}"
-    grpo = config.grpo
-    if grpo is not None and grpo.num_generations_per_prompt < 2 and grpo.leaves_one_out and estimator.compares_groups:
+    grpo, n = config.grpo, algorithm.num_generations_per_prompt
+    if n == 1 and estimator.has_group_baseline:
         yield (
-            "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true: "
-            "a group of one has no others for a baseline; use 2 or more"
+            f"{algorithm.name}.num_generations_per_prompt 1 with {key}, which compares a reward with those of its group: a group of one "
+            "has no others, so that every advantage would be 0; use 2 or more, or name reinforce_plus_plus with minus_baseline false"
+        )
+    if n == 1 and algorithm.use_dynamic_sampling:
+        yield (
+            f"{algorithm.name}.num_generations_per_prompt 1 with use_dynamic_sampling true: the rewards of a group of one are always "
+            "equal, so that every group would be filtered; use 2 or more, or set the latter to false"
+        )
+    if estimator.has_teacher and algorithm.use_dynamic_sampling:
+        yield (
+            f"{algorithm.name}.use_dynamic_sampling true with {key}: it filters groups by their rewards, which have no part in the "
+            "advantages; set it to false"
+        )
+    if algorithm.reward_shaping.enabled and (estimator.has_teacher or estimator.weighs_components):
+        yield (
+            f"{algorithm.name}.reward_shaping.enabled true with {key}, whose advantages don't come from the reward that is shaped; set it "
+            "to false" + ("" if estimator.has_teacher else ", and have the environment give length as a component")
         )
     yield from _check_teacher(config, key)
     if loss.use_kl_in_reward and not estimator.takes_kl:

@@ -24,6 +24,11 @@ def data_set_of(group_id: str) -> str:
     return group_id.partition("-")[2].rpartition("-")[0]
 
 
+def reaches(value: float, least: float) -> bool:
+    """Return whether `value` is `least` or more, but for rounding: a reward of 0.7 + 0.2 + 0.1 is less than 1."""
+    return value >= least or math.isclose(value, least)
+
+
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Return the probability that at least one of `k` completions of a prompt passes, estimated without bias from `n` completions of which
     `passed` did (Chen et al. 2021, https://arxiv.org/abs/2107.03374): 1 - C(n - passed, k) / C(n, k), for 1 <= k <= n."""
@@ -83,7 +88,7 @@ def _of_data_set(
     if not prompts:
         return DataSetReport(0, failures.total(), failed)
     samples = min(map(len, prompts))  # the same for all, as groups are complete
-    passed = [(len(prompt), sum(one["rewards"] >= threshold for one in prompt)) for prompt in prompts]
+    passed = [(len(prompt), sum(reaches(one["rewards"], threshold) for one in prompt)) for prompt in prompts]
     means = np.array([np.mean([one["rewards"] for one in prompt]) for prompt in prompts])
     completions = [one for prompt in prompts for one in prompt]
     components: dict[str, list[float]] = {}

@@ -30,6 +30,9 @@ LOSS, GREAT_LOSS = 0.1, 0.3
 BUSY = 0.8
 # Shares of groups without spread, or filtered ones, from which most of what is generated teaches nothing.
 WASTED = 0.5
+# An advantage that no reward has if it is divided by the deviation of its whole group (at most the root of the group's size), nor one of a
+# thousand tokens if all are whitened.
+EXTREME = 50.0
 # The share of completions that are cut off.
 CUT_OFF = 0.2
 # Shares of tokens that have moved further from the weights that sampled them than the loss trusts: a healthy run has fewer than the first.
@@ -107,6 +110,7 @@ def find(lines: Sequence[Line], config: Config, window: Window = "10", now: Now 
     found = [
         *_times(steps, config, now),
         *_without_lesson(steps, config),
+        *_outweighed(steps, config),
         *_cut_off(steps, config),
         *_old_data(steps, config),
         *_failed(steps),
@@ -274,7 +278,7 @@ def _busy(environment: EnvironmentNow) -> str:
 
 
 def _without_lesson(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
-    """Groups whose rewards are all equal have no advantage, so what was spent on them is lost."""
+    """Groups whose rewards are all equal have no advantage if it is measured in the group, so what was spent on them is lost."""
     scored = sum(step.get("dynamic_sampling_scored_groups", 0.0) for step in steps)
     filtered = sum(step.get("dynamic_sampling_filtered_groups", 0.0) for step in steps)
     failing, succeeding = (_mean(_values(steps, f"baseline_reward/pct_{end}")) for end in (0, 1))
@@ -289,12 +293,27 @@ def _without_lesson(steps: Sequence[Metrics], config: Config) -> Iterator[Findin
             Evidence("prompts", {"state": "filtered"}),
         )
     equal = _mean(_values(steps, "groups_without_spread"))
-    if equal >= WASTED:
+    if equal >= WASTED and config.algorithm.adv_estimator.has_group_baseline:
         yield Finding(
             f"{100 * equal:.0f} % of the groups taught nothing: their rewards are all equal",
             f"{remedy}, or {config.algorithm.name}.use_dynamic_sampling=true",
             Evidence("prompts", {"sort": "spread"}),
         )
+
+
+def _outweighed(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
+    """A gradient is cut to a norm, so that a trajectory with an extreme advantage leaves nothing of the others in it."""
+    largest = max(map(abs, [*_values(steps, "advantages/min"), *_values(steps, "advantages/max")]), default=0.0)
+    grpo, name = config.grpo, config.algorithm.adv_estimator.name
+    if largest < EXTREME or config.algorithm.adv_estimator.has_teacher:
+        return
+    # where the others have almost equal rewards, their deviation is almost 0
+    of_others = grpo is not None and name != "reinforce_plus_plus" and grpo.leaves_one_out and grpo.normalizes
+    yield Finding(
+        f"an advantage was {largest:.0f}, so that one trajectory outweighed its batch",
+        f"{'grpo.use_leave_one_out_baseline=false, or ' if of_others else ''}{config.algorithm.name}.advantage_clip_low=-5 and _high=5",
+        _metrics("advantages/min", "advantages/max"),
+    )
 
 
 def _cut_off(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
@@ -318,7 +337,8 @@ def _old_data(steps: Sequence[Metrics], config: Config) -> Iterator[Finding]:
     if share >= OFF_POLICY:
         section = f"{algorithm.name}.async_{algorithm.name}"
         age = algorithm.max_age
-        remedy = "a lower learning rate" + (f", or {section}.max_trajectory_age_steps={age - 1}" if age > 1 else "")
+        remedy = "" if config.loss_fn.corrects_for_sampling else "loss_fn.use_importance_sampling_correction=true, or "
+        remedy += "a lower learning rate" + (f", or {section}.max_trajectory_age_steps={age - 1}" if age > 1 else "")
         yield Finding(
             f"{100 * share:.0f} % of the tokens are further from the weights that sampled them than the clip of the ratio",
             remedy,

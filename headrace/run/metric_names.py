@@ -162,7 +162,9 @@ METRIC_SECTIONS = (
         Metric("critic/values_min", "", "smallest v"),
         Metric("critic/values_max", "", "largest v"),
     )),
-    MetricSection("Dynamic sampling", "With `use_dynamic_sampling`.", (
+    MetricSection("Dynamic sampling",
+                  "With `use_dynamic_sampling`. Rewards and lengths are of what was trained, without filtered groups: the mean reward is "
+                  "above that of a poor policy, and below that of a good one. A validation measures all.", (
         Metric("dynamic_sampling_num_gen_batches", "batches",
                "groups scored since the step before, in generated batches", "far below `dynamic_sampling_max_gen_batches`"),
         Metric("dynamic_sampling_scored_groups", "groups", "scored since the step before"),

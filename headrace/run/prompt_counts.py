@@ -23,8 +23,8 @@ FILE = "prompts.json"
 class PromptCounts(msgspec.Struct, frozen=True):
     """The numbers of a run's prompts. `train` and `validation` count the distinct prompts that it uses, `orders` the training prompts of
     all epochs. Left out of training are `duplicates`, those that are `held_out` for validation, and those that are `too_long`; left out of
-    validation are `too_long_validation`. `unvalidated` are the tasks whose held-out prompts come after the first `max_val_samples`.
-    `digest` is the same for the same prompts in the same order."""
+    validation are `duplicates_validation` and `too_long_validation`. `unvalidated` are the tasks whose held-out prompts come after the
+    first `max_val_samples`. `digest` is the same for the same prompts in the same order."""
 
     train: int
     validation: int
@@ -33,29 +33,24 @@ class PromptCounts(msgspec.Struct, frozen=True):
     duplicates: int = 0
     held_out: int = 0
     too_long: int = 0
+    duplicates_validation: int = 0
     too_long_validation: int = 0
     unvalidated: tuple[str, ...] = ()
 
     def lines(self, config: Config) -> list[str]:
         """Return for people how many prompts the run has, and what ends it first; for an evaluation, how many it asks."""
-        too_long = f" (left out: {self.too_long_validation} too long)" if self.too_long_validation else ""
+        validation = _left_out(duplicates=self.duplicates_validation, too_long=self.too_long_validation)
         if config.data.evaluate is not None:
-            return [f"prompts: {self.validation} to evaluate on{too_long}"]
-        left_out = [
-            f"{count} {what}"
-            for count, what in (
-                (self.duplicates, "duplicates"),
-                (self.held_out, "held out for validation"),
-                (self.too_long, "too long"),
-            )
-            if count
-        ]
-        train = f"{self.train} to train on" + (f" (left out: {', '.join(left_out)})" if left_out else "")
-        validation, most = f"{self.validation} to validate on{too_long}", config.algorithm.max_val_samples
+            return [f"prompts: {self.validation} to evaluate on{validation}"]
+        train = _left_out(duplicates=self.duplicates, held_out_for_validation=self.held_out, too_long=self.too_long)
+        most, shown = config.algorithm.max_val_samples, ""
         if self.validation > most:
             none = f", none of {', '.join(self.unvalidated)}" if self.unvalidated else ""
-            validation += f", the first {most} each time ({config.algorithm.name}.max_val_samples){none}"
-        return [f"prompts: {train}, {validation}", f"steps: {self._steps(config)}"]
+            shown = f", the first {most} each time ({config.algorithm.name}.max_val_samples){none}"
+        return [
+            f"prompts: {self.train} to train on{train}, {self.validation} to validate on{validation}{shown}",
+            f"steps: {self._steps(config)}",
+        ]
 
     def check(self, config: Config) -> None:
         """Raise `ConfigError` if there are too few prompts for a single step."""
@@ -63,10 +58,13 @@ class PromptCounts(msgspec.Struct, frozen=True):
         needed = algorithm.num_prompts_per_step
         if config.data.evaluate is None and self.orders < needed and algorithm.max_num_steps > 0:
             section = algorithm.name
+            kept = (
+                f", or set data.remove_duplicates false to keep {self.duplicates} duplicates" if self.duplicates else ""
+            )
             raise ConfigError(
                 f"data.train has {self.train} prompts, {self.orders} over {section}.max_num_epochs {algorithm.max_num_epochs}, and a step "
                 f"takes {section}.num_prompts_per_step {needed}: nothing would be trained; give more prompts or epochs, or at most "
-                f"{self.orders} a step"
+                f"{self.orders} a step{kept}"
             )
 
     def _steps(self, config: Config) -> str:
@@ -76,6 +74,11 @@ class PromptCounts(msgspec.Struct, frozen=True):
         if steps >= algorithm.max_num_steps:
             return f"{algorithm.max_num_steps} ({name}.max_num_steps), before the prompts are used up ({passes})"
         return f"at most {steps}, when the prompts are used up ({passes}), of {name}.max_num_steps {algorithm.max_num_steps}"
+
+
+def _left_out(**counts: int) -> str:
+    found = [f"{count} {what.replace('_', ' ')}" for what, count in counts.items() if count]
+    return f" (left out: {', '.join(found)})" if found else ""
 
 
 class PromptRecord(msgspec.Struct, frozen=True):

@@ -44,6 +44,13 @@ def lines(data_set: str, *prompts: tuple[float, ...]) -> list[dict[str, Any]]:
     ]
 
 
+def test_a_reward_passes_that_is_too_low_by_rounding_alone() -> None:
+    whole = 0.7 + 0.2 + 0.1
+    assert whole < 1
+    (found,) = report(lines("sums", (whole,), (0.999,)), []).values()
+    assert found.pass_at == {1: 0.5}
+
+
 def failed(data_set: str, *reasons: str) -> list[dict[str, str]]:
     return [{"group": validation_id(0, data_set, 90 + i), "reason": reason} for i, reason in enumerate(reasons)]
 

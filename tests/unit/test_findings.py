@@ -168,6 +168,42 @@ def test_what_teaches_nothing_is_to_be_easier_or_harder() -> None:
     assert found.evidence.query == {"state": "filtered"}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ppo": {"num_generations_per_prompt": 1}},
+        {"grpo": {"adv_estimator": {"name": "opd", "teacher_model_name": "t"}}},
+        {"grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}}},
+    ],
+    ids=["a value model", "a teacher", "the batch"],
+)
+def test_equal_rewards_teach_where_advantages_are_not_of_a_group(
+    values: dict[str, Any],
+) -> None:
+    assert find(lines({**WELL, "groups_without_spread": 1.0}), config(values)) == []
+
+
+@pytest.mark.parametrize(("source", "corrected"), [("recompute", False), ("generation", True)])
+def test_old_tokens_are_to_be_corrected_for_if_they_are_not(source: str, corrected: bool) -> None:
+    chosen = config({**ASYNC, "loss_fn": {"prev_logprobs_source": source}})
+    remedy = only(*find(lines({**WELL, "off_policy_tokens": 0.2}), chosen)).remedy
+    assert remedy.startswith("loss_fn.use_importance_sampling_correction=true") is not corrected
+
+
+def test_an_advantage_that_outweighs_a_batch_is_told() -> None:
+    """Fourteen rewards of 1, one of 0.995 and one of 0 make an advantage of -774."""
+    assert find(lines({**WELL, "advantages/min": -49.0, "advantages/max": 49.0}), config()) == []
+    extreme = lines({**WELL, "advantages/min": -774.0}, WELL)
+    found = only(*find(extreme, config()))
+    assert "774" in found.title
+    assert found.remedy.startswith("grpo.use_leave_one_out_baseline=false, or grpo.advantage_clip_low=-5")
+    for others in ({"grpo": {"use_leave_one_out_baseline": False}}, {"grpo": {"normalize_rewards": False}}):
+        assert only(*find(extreme, config(others))).remedy.startswith("grpo.advantage_clip_low")
+    assert only(*find(extreme, config({"ppo": {}}))).remedy.startswith("ppo.advantage_clip_low")
+    taught = {"grpo": {"adv_estimator": {"name": "opd", "teacher_model_name": "t"}}}
+    assert find(extreme, config(taught)) == [], "the nats between a teacher and a policy"
+
+
 def test_a_replica_that_admission_never_gives_a_group_is_too_many() -> None:
     few = {"grpo": {"num_prompts_per_step": 2}, "rollout": {"replicas": 2}}
     assert find([], config(few)) == []

@@ -18,6 +18,7 @@ from headrace.base.errors import InvalidCall
 from headrace.config import Config
 from headrace.records.trajectory import Group
 from headrace.replay import BufferRetry, Evaluated, ReplayClient, Replica
+from headrace.run.evaluation import reaches
 from headrace.run.headlines import accuracy_name
 from headrace.run.journal import Line
 
@@ -46,7 +47,7 @@ def summarize(evaluated: Sequence[Evaluated], failed: int, pending: int) -> dict
     trajectories = [trajectory for one in evaluated for trajectory, _ in one.trajectories]
     flat = np.array([reward for group in rewards for reward in group])
     metrics["accuracy"], metrics["reward_std"] = float(flat.mean()), float(flat.std())
-    metrics["partial_credit"] = float(((flat != 0) & (flat != 1)).mean())
+    metrics["partial_credit"] = float((~np.isclose(flat, 0) & ~np.isclose(flat, 1)).mean())
     environments = [one.group.env_name for one in evaluated for _ in one.trajectories]
     metrics |= score_metrics(environments, [score for one in evaluated for _, score in one.trajectories])
     if any(len(group) > 1 for group in rewards):
@@ -256,4 +257,4 @@ class Validations:
         metric, least = self._algorithm.stop_at_validation_metric, self._algorithm.stop_at_validation_threshold
         if metric is None or least is None:
             return False
-        return metrics.get(metric.removeprefix("val:"), -math.inf) >= least
+        return reaches(metrics.get(metric.removeprefix("val:"), -math.inf), least)

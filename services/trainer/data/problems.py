@@ -32,7 +32,7 @@ def load_problems(
     data: DataConfig, left_out: Counter[str] | None = None, env: Mapping[str, EnvConfig] = _NO_ENV
 ) -> tuple[list[Problem], list[Problem]]:
     """Return the training problems and the validation problems. `env` are the run's environments, some of which have tasks. `left_out`
-    counts the problems removed from training: `duplicates`, and `held_out` ones, which validation has.
+    counts the problems removed: `duplicates` and `held_out` ones, which validation has, from training; `duplicates_validation`.
 
     Two problems are equal if their messages, their keys and the fields named by their prompt files are, whatever else prompt files and
     system prompts contain. Only the first of equal problems is kept (unless `remove_duplicates` is false). A validation problem is never in
@@ -47,25 +47,32 @@ def load_problems(
     return training, validation
 
 
-def load_evaluated(data: DataConfig, env: Mapping[str, EnvConfig] = _NO_ENV) -> dict[str, list[Problem]]:
-    """Return the problems of each data set under `data.evaluate`, by its name. Raises `ConfigError` as `load_problems` does, and for a data
-    set without problems."""
+def load_evaluated(
+    data: DataConfig, left_out: Counter[str] | None = None, env: Mapping[str, EnvConfig] = _NO_ENV
+) -> dict[str, list[Problem]]:
+    """Return the problems of each data set under `data.evaluate`, by its name, and count those removed as `load_problems` does. Raises
+    `ConfigError` as that does, and for a data set without problems."""
     asked = data.evaluate or {}
     own: dict[str, list[Problem]] = {}
+    found, repeated, wrong = {}, Counter[str](), Problems()
     if None in asked.values():
         # training and validation depend on each other; a run that only evaluates reads no more than it needs
         whole = "train" in asked or any(source.split_validation_size for source in data.train)
-        training, validation = _own_problems(data if whole else data.model_copy(update={"train": []}), env)
+        dropped = Counter[str]()
+        training, validation = _own_problems(data if whole else data.model_copy(update={"train": []}), env, dropped)
         own = {"train": training, "validation": validation}
-    found, wrong = {}, Problems()
+        counts = {"train": dropped["duplicates"], "validation": dropped["duplicates_validation"]}
+        repeated["duplicates"] = sum(counts[name] for name in own if name in asked)
     for number, (name, source) in enumerate(asked.items()):
         key = f"data.evaluate.{name}"
         with wrong.gathered():
             part = None if source is None else [_read(source, number, key, env, held_out=True)]
-            found[name] = own[name] if part is None else _assemble(part, set(), None, once=data.remove_duplicates)
+            found[name] = own[name] if part is None else _assemble(part, set(), repeated, once=data.remove_duplicates)
             if not found[name]:
                 raise ConfigError(f"{key}: the data set has no problem; name another one")
     wrong.tell()
+    if left_out is not None:
+        left_out["duplicates_validation"] = repeated["duplicates"]
     return found
 
 
@@ -81,13 +88,30 @@ def _own_problems(
     wrong.tell()
     validation, train = parts["validation"], list[tuple[_Template, list[Problem]]]()
     for template, problems in parts["train"]:
-        size = round(len(problems) * template.source.split_validation_size)
-        chosen = set(random.Random(template.source.seed).sample(range(len(problems)), size))
-        validation.append((template, [problem for at, problem in enumerate(problems) if at in chosen]))
-        train.append((template, [problem for at, problem in enumerate(problems) if at not in chosen]))
+        kept, held = _split(template, problems)
+        validation.append((template, held))
+        train.append((template, kept))
     held_out = {template.question(problem) for template, problems in validation for problem in problems}
-    training = _assemble(train, held_out, left_out, once=data.remove_duplicates)
-    return training, _assemble(validation, set(), None, once=data.remove_duplicates)
+    training, repeated = _assemble(train, held_out, left_out, once=data.remove_duplicates), Counter[str]()
+    asked = _assemble(validation, set(), repeated, once=data.remove_duplicates)
+    if left_out is not None:
+        left_out["duplicates_validation"] = repeated["duplicates"]
+    return training, asked
+
+
+def _split(template: _Template, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems to train on, and the share that is held out. It is of the distinct ones: where a set has each many times, a few
+    rows are nearly all problems. A share of a few problems is not none."""
+    share = template.source.split_validation_size
+    if not share:
+        return problems, []
+    questions = [template.question(problem) for problem in problems]
+    distinct = list(dict.fromkeys(questions))
+    size = round(len(distinct) * share) or min(len(distinct), 1)
+    chosen = {distinct[at] for at in random.Random(template.source.seed).sample(range(len(distinct)), size)}
+    asked = list(zip(questions, problems, strict=True))
+    kept = [problem for question, problem in asked if question not in chosen]
+    return kept, [problem for question, problem in asked if question in chosen]
 
 
 def _number_sources(data: DataConfig) -> Iterator[tuple[str, int, str, DataSourceConfig]]:

@@ -54,7 +54,7 @@ class Prompts:
             train, validation = load_problems(data, dropped, config.env)
             asked = {"validation": validation}
         else:
-            asked = load_evaluated(data, config.env)
+            asked = load_evaluated(data, dropped, config.env)
             if data.overlong_prompts == "leave_out":
                 self.left_out = [
                     (validation_id(0, name, problem.index), problem, reason)
@@ -81,6 +81,7 @@ class Prompts:
             orders=len(self._order),
             digest=digest_problems(self._train, [problem for _, problem in held_out]),
             duplicates=dropped["duplicates"],
+            duplicates_validation=dropped["duplicates_validation"],
             held_out=dropped["held_out"],
             too_long=len(train) - len(self._train),
             too_long_validation=sum(map(len, asked.values())) - len(held_out),

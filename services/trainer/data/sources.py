@@ -298,7 +298,8 @@ def _answer(value: Any, name: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         kind = f"field {name!r} is not a finite number"
         raise BadRow(f"field {name!r} is {value}, not a finite number; write it as text", kind)
-    return str(value)
+    # tables make the whole numbers of a column floats where a row has none, and no policy writes 42.0 for 42
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def on_the_hub(source: DataSourceConfig) -> bool:

@@ -66,7 +66,7 @@ def mask_by_logprob_error(batch: Batch, threshold: float | None, ranks: Ranks) -
     errors = batch.sums(tokens) / np.maximum(batch.lengths, 1)
     counted = (batch.lengths > 0) & (batch.multipliers > 0)
     kept = counted if threshold is None else counted & (errors <= threshold)
-    table = batch.of_all_ranks(np.stack([errors, counted, kept, batch.rewards == 1], axis=1), ranks)
+    table = batch.of_all_ranks(np.stack([errors, counted, kept, np.isclose(batch.rewards, 1)], axis=1), ranks)
     error, was_counted, is_kept, correct = table[:, 0], table[:, 1] > 0, table[:, 2] > 0, table[:, 3] > 0
     masked = was_counted & ~is_kept
     batch.multipliers = np.where(counted & ~kept, 0.0, batch.multipliers)

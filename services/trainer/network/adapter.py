@@ -9,6 +9,7 @@ an adapter. A and B are drawn from the run's seed, whole and equal on every rank
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -28,6 +29,8 @@ from ...refit.manifest import ADAPTER
 from ..distributed.host_copies import host_copies, saved_tensors
 from ..distributed.ranks import is_first_rank
 from ..distributed.sharding import full_tensor
+
+log = logging.getLogger(__name__)
 
 # The folder in a checkpoint's policy, with adapter_config.json and this file: PEFT's own format.
 FOLDER, _WEIGHTS = "adapter", "adapter_model.safetensors"
@@ -63,6 +66,12 @@ class Adapter:
         # what it is given, and this list has none.
         inject_adapter_in_model(self._config, nn.ModuleList([model]), _NAME)
         model.eval()
+        if (experts := count_experts(model)) and is_first_rank():
+            log.warning(
+                "policy.lora_cfg.enabled true: %d of the policy's %d million parameters are those of experts, which have no adapter and "
+                "are not trained: the model keeps them in one tensor, not in linear layers",
+                experts // 10**6, sum(parameter.numel() for parameter in model.parameters()) // 10**6,
+            )  # fmt: skip
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, Linear)
         }
@@ -183,6 +192,12 @@ def linear_layers(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and module.weight.requires_grad
     ]
+
+
+def count_experts(model: Any) -> int:
+    """Return the number of parameters of experts that one tensor holds, so that they are no linear layers."""
+    modules = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    return sum(one.numel() for module in modules for one in module.parameters(recurse=False) if one.dim() == 3)
 
 
 def targets(layers: Sequence[str], settings: LoRAConfig) -> list[str]:

@@ -121,7 +121,8 @@ def load_model(
     if context is not None and config.policy.max_total_sequence_length > context:
         raise ServiceError(
             f"policy.max_total_sequence_length {config.policy.max_total_sequence_length} is more than the {context} "
-            f"positions of {name!r}; set it to {context} or less"
+            f"positions of {name!r}; set it to {context} or less, or give max_position_embeddings in policy.hf_config_overrides beside the "
+            "rope_parameters that extend them"
         )
     if caps_attention(text) and text._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # SDPA ignores the cap without a word

@@ -152,10 +152,15 @@ def test_what_is_no_adapter_is_refused(tiny_model: Path, trained: tuple[Learner,
         Learner(adapted(tiny_model, dim=3), trained[1])
 
 
-def test_experts_keep_their_names_beside_adapted_layers(tiny_model: Path, tmp_path: Path) -> None:
+def test_experts_keep_their_names_beside_adapted_layers(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The first layer has no experts, the second has some, and shared ones: PEFT would take all of these for its experts."""
     made(shrunk("deepseek_v2"), AutoTokenizer.from_pretrained(tiny_model), tmp_path)
-    before, learner = weights(Learner(config(tmp_path))), Learner(adapted(tmp_path, target_modules=["up_proj"]))
+    before = weights(Learner(config(tmp_path)))
+    assert "experts" not in caplog.text
+    learner = Learner(adapted(tmp_path, target_modules=["up_proj"]))
+    assert "are those of experts, which have no adapter" in caplog.text
     train_step(learner, random_batch(5))
     after = weights(learner)
     assert list(before) == list(after)

@@ -11,6 +11,8 @@ from headrace.base.errors import ConfigError
 from headrace.cli.app import app
 from headrace.config import Config, load
 
+OPD = ("grpo.adv_estimator.name=opd", "grpo.adv_estimator.teacher_model_name=t")
+
 
 def check(tmp_path: Path, *overrides: str) -> Config:
     path = tmp_path / "run.yaml"
@@ -49,12 +51,29 @@ def check(tmp_path: Path, *overrides: str) -> Config:
                 "grpo.use_leave_one_out_baseline=false",
                 "grpo.adv_estimator.use_leave_one_out_baseline=true",
             ],
-            "num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true",
+            "num_generations_per_prompt 1 with grpo.adv_estimator.name grpo, which compares",
+        ),
+        (["grpo.num_generations_per_prompt=1", "grpo.use_leave_one_out_baseline=false"], "every advantage would be 0"),
+        (
+            ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.name=reinforce_plus_plus"],
+            "num_generations_per_prompt 1 with grpo.adv_estimator.name reinforce_plus_plus",
+        ),
+        (["ppo.num_generations_per_prompt=1", "ppo.use_dynamic_sampling=true"], "every group would be filtered"),
+        (
+            [*OPD, "grpo.use_dynamic_sampling=true"],
+            "use_dynamic_sampling true with grpo.adv_estimator.name opd",
+        ),
+        ([*OPD, "grpo.reward_shaping.enabled=true"], "reward_shaping.enabled true with grpo.adv_estimator.name opd"),
+        (
+            ["grpo.adv_estimator.name=gdpo", "grpo.reward_shaping.enabled=true"],
+            "reward_shaping.enabled true with grpo.adv_estimator.name gdpo.*length as a component",
         ),
         (
-            ["grpo.advantage_clip_low=2", "grpo.advantage_clip_high=-2"],
-            r"advantage_clip_low 2.0 is not below advantage_clip_high -2.0",
+            ["grpo.advantage_clip_low=0", "grpo.advantage_clip_high=0"],
+            r"advantage_clip_low 0.0 is not below advantage_clip_high 0.0",
         ),
+        (["grpo.advantage_clip_low=2"], r"grpo.advantage_clip_low: 2"),
+        (["grpo.advantage_clip_high=-2"], r"grpo.advantage_clip_high: -2"),
         (["grpo.seq_logprob_error_threshold=0.5"], "grpo.seq_logprob_error_threshold: 0.5"),
         (
             ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=600"],
@@ -71,8 +90,13 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path, overrides: list[str]
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.name=reinforce_plus_plus"],
-        ["grpo.num_generations_per_prompt=1", "grpo.adv_estimator.use_leave_one_out_baseline=false"],
+        [
+            "grpo.num_generations_per_prompt=1",
+            "grpo.adv_estimator.name=reinforce_plus_plus",
+            "grpo.adv_estimator.minus_baseline=false",
+        ],
+        ["ppo.num_generations_per_prompt=1"],
+        ["grpo.num_generations_per_prompt=1", *OPD],
         [
             "grpo.adv_estimator.name=reinforce_plus_plus",
             "grpo.adv_estimator.kl_to_go=true",
@@ -104,7 +128,7 @@ def test_keys_that_do_nothing_are_warned_of(tmp_path: Path) -> None:
     coefficient = "grpo.reward_shaping.stop_properly_penalty_coef=0.5"
     buffer = "grpo.reward_shaping.overlong_buffer_penalty=2"
     assert check(tmp_path, on, coefficient).warnings == []
-    assert check(tmp_path, on, buffer).warnings == []
+    assert check(tmp_path, on, buffer, "grpo.reward_shaping.max_response_length=256").warnings == []
     assert check(tmp_path, on, coefficient, buffer).warnings == [
         "grpo.reward_shaping.overlong_buffer_penalty has no effect: stop_properly_penalty_coef replaces the overlong "
         "penalty; leave one of the two out"
@@ -118,3 +142,27 @@ def test_keys_that_do_nothing_are_warned_of(tmp_path: Path) -> None:
     assert said.exit_code == 0
     assert said.stderr.startswith("warning: grpo.reward_shaping.overlong_buffer_penalty has no effect")
     assert "valid" in said.stdout
+
+
+def test_a_penalty_that_no_answer_is_long_enough_for_is_warned_of(tmp_path: Path) -> None:
+    on, episodes = "grpo.reward_shaping.enabled=true", "env={game: {command: [./play], episodes: true}}"
+    [said] = check(tmp_path, on).warnings
+    for words in ("reward_shaping has no effect", "after 384 tokens", "max_response_length to 256"):
+        assert words in said
+    assert check(tmp_path, on, "policy.generation.max_new_tokens=385").warnings == []
+    assert check(tmp_path, on, episodes).warnings == []  # its policy writes several answers
+
+
+def test_a_factor_that_raises_negative_rewards_is_warned_of(tmp_path: Path) -> None:
+    shaping = ("grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0")
+    scaling = ("grpo.reward_scaling.enabled=true", "grpo.reward_scaling.target_min=-1")
+    [said] = check(tmp_path, *shaping, *scaling).warnings
+    assert "stop_properly_penalty_coef 0 with reward_scaling down to -1" in said
+    assert check(tmp_path, *shaping, scaling[0]).warnings == []
+
+
+def test_greedy_completions_that_are_all_the_same_are_warned_of(tmp_path: Path) -> None:
+    greedy, several = "policy.generation.val_temperature=0", "grpo.val_num_generations_per_prompt=4"
+    [said] = check(tmp_path, greedy, several).warnings
+    assert "pass_k is the accuracy" in said
+    assert check(tmp_path, greedy).warnings == check(tmp_path, several).warnings == []

@@ -53,6 +53,14 @@ def test_a_change_is_named_and_judged(tmp_path: Path, override: str, allowed: bo
     assert value in str(changes[0]).lower()
 
 
+def test_what_schedules_count_may_not_change(tmp_path: Path) -> None:
+    """A checkpoint has one number of them: 100 steps would be 100 epochs."""
+    [change] = diff(
+        loaded(tmp_path, "ppo.ppo_epochs=2"), loaded(tmp_path, "ppo.ppo_epochs=2", "ppo.scheduler_counts=epochs")
+    )
+    assert (change.key, change.allowed) == ("ppo.scheduler_counts", False)
+
+
 def test_an_environment_that_comes_or_goes_may_not(tmp_path: Path) -> None:
     changes = diff(loaded(tmp_path), loaded(tmp_path, "env.other={type: math}"))
     assert "env.other.type: null -> 'math'" in map(str, changes)

@@ -256,7 +256,7 @@ def test_only_a_limit_that_may_be_off_can_be_infinite() -> None:
         ("grpo=7", "grpo: 7 is not a section"),
         ("loss_fn.prev_logprobs_source=magic", "should be 'recompute' or 'generation'"),
         ("run.id='../up'", "run.id: '../up' string should match pattern"),
-        ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt 1 with grpo.use_leave_one_out_baseline true"),
+        ("grpo.num_generations_per_prompt=1", "grpo.num_generations_per_prompt 1 with grpo.adv_estimator.name grpo"),
         ("grpo.stop_at_validation_metric=accuracy", "stop_at_validation_threshold null"),
         ("checkpointing.checkpoint_must_save_by=1h", "checkpointing.checkpoint_must_save_by: '1h' string should match pattern"),
         ("env.adder.timeout_s=121", "env.adder.timeout_s 121 is more than replay.scoring_deadline_s 120"),

@@ -162,3 +162,28 @@ def test_a_skipped_reference_policy_leaves_no_penalty(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"loss_fn\.reference_policy_kl_penalty 0\.01.*reference policy"):
         load(path, [], {})
     load(path, ["loss_fn.reference_policy_kl_penalty=0"], {})
+
+
+@pytest.mark.parametrize(
+    ("keys", "corrects"),
+    [
+        ({}, False),
+        ({"prev_logprobs_source": "generation"}, True),
+        (IS, True),
+        ({"proximal": "interpolate"}, True),
+        ({"probability_difference_mask": 0.2}, True),
+        ({"disable_ppo_ratio": True, "prev_logprobs_source": "generation"}, False),
+        ({"disable_ppo_ratio": True, **IS}, True),
+        ({"force_on_policy_ratio": True}, False),
+    ],
+)
+@pytest.mark.parametrize(
+    "algorithm", ["grpo: {async_grpo: {%s}}", "ppo: {ppo_epochs: 1, async_ppo: {%s}}"], ids=["grpo", "ppo"]
+)
+def test_tokens_of_older_weights_that_nothing_corrects_are_warned_of(
+    tmp_path: Path, algorithm: str, keys: dict[str, object], corrects: bool
+) -> None:
+    said = load(given(tmp_path, algorithm % "enabled: true"), overrides(keys), {}).warnings
+    assert any("sampled them" in warning for warning in said) is not corrects
+    on_policy = load(given(tmp_path, algorithm % "enabled: true, max_trajectory_age_steps: 0"), overrides(keys), {})
+    assert on_policy.warnings == []

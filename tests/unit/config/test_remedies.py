@@ -43,7 +43,7 @@ BEFORE_THE_FIRST_STEP = {
         "policy.lora_cfg.exclude_modules",
     },
     "services/refit/proof.py": {"policy.lora_cfg.exclude_modules"},
-    "services/trainer/network/backbone.py": {"policy.max_total_sequence_length"},
+    "services/trainer/network/backbone.py": {"policy.hf_config_overrides", "policy.max_total_sequence_length"},
     # of another run: a new one, from these weights
     "services/trainer/control/resume.py": {"data.train", "data.validation", "policy.model_name"},
     # a checkpoint is tried before the first step

@@ -133,6 +133,12 @@ def test_an_answer_may_be_a_number_of_any_size(tmp_path: Path) -> None:
     assert asked(read(path)) == [("10^30", {"answer": "1" + "0" * 30})]
 
 
+def test_a_whole_number_is_no_fraction_though_a_table_made_it_one(tmp_path: Path) -> None:
+    rows_of_table = [{"input": name, "output": value} for name, value in (("a", 42.0), ("b", 0.5), ("c", -0.0))]
+    answers = [info["answer"] for _, info in asked(read(write(tmp_path, "table.jsonl", rows_of_table)))]
+    assert answers == ["42", "0.5", "0"]
+
+
 CASES = {
     "nan": ('{"input": "a", "output": "1", "w": NaN}', "field 'w' .*info_keys"),
     "infinite-answer": ('{"input": "a", "output": 1e400}', "'output' is inf, not a finite"),

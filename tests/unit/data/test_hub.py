@@ -205,6 +205,16 @@ def test_a_share_of_the_training_set_is_held_out_by_seed(place: Path) -> None:
     assert [question for question, _ in asked(train)] == sorted((q for q, _ in asked(train)), key=int)
     assert load_problems(data(train={**source, "seed": 1})) == (train, validation)
     assert load_problems(data(train={**source, "seed": 2}))[1] != validation
+    assert [len(part) for part in load_problems(data(train={**source, "split_validation_size": 0.001}))] == [99, 1]
+    assert [len(part) for part in load_problems(data(train={**source, "split_validation_size": 0.0}))] == [100, 0]
+
+
+@pytest.mark.parametrize(("once", "copies"), [(True, 1), (False, 20)])
+def test_a_share_is_of_the_problems_however_often_a_file_has_each(place: Path, once: bool, copies: int) -> None:
+    """A tenth of 400 lines would hold out nine of ten problems."""
+    source = {"data_path": lines(place, *map(str, [*range(20)] * 20)), "split_validation_size": 0.1}
+    parts = load_problems(data(train=source, remove_duplicates=once))
+    assert [len(part) for part in parts] == [18 * copies, 2 * copies]
 
 
 def test_duplicates_stay_where_wanted_but_never_in_both_parts(place: Path) -> None:

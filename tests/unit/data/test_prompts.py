@@ -210,13 +210,14 @@ def test_where_none_is_left_the_run_is_refused(tmp_path: Path) -> None:
 def test_an_evaluation_asks_every_set_by_name_and_trains_nothing(tmp_path: Path) -> None:
     evaluate = {"validation": None, "sums": {"data_path": str(tmp_path / "sums.jsonl"), "env_name": "math"}}
     validation = {"dataset_name": "arithmetic", "env_name": "math", "size": 300}
-    made = prompts(tmp_path, "1+1", "2+2", longest=20, evaluate=evaluate, validation=validation)
+    made = prompts(tmp_path, "1+1", "2+2", "1+1", longest=20, evaluate=evaluate, validation=validation)
     groups = made.validation(0)
     names = [f"v0-validation-{i}" for i in range(300)] + ["v0-sums-0", "v0-sums-1"]
     assert [group.id for group in groups] == names
     assert [group.order for group in groups] == [*range(302)]
     assert (made.total, made.can_validate) == (0, True)
     assert made.left_out == []
+    assert made.counts.duplicates_validation == 1
 
 
 def test_an_evaluation_says_which_prompts_were_too_long_to_be_asked(tmp_path: Path) -> None:
@@ -230,16 +231,19 @@ def test_an_evaluation_says_which_prompts_were_too_long_to_be_asked(tmp_path: Pa
 
 def test_what_is_left_out_and_what_ends_the_run_is_said(tmp_path: Path) -> None:
     held = tmp_path / "held.jsonl"
-    held.write_text('{"input": "2+2", "output": "4"}\n')
+    held.write_text('{"input": "2+2", "output": "4"}\n' * 3)
     made = prompts(tmp_path, "1+1", "1+1", "2+2", "3+3", validation={"data_path": str(held), "env_name": "math"})
     assert made.counts.lines(config(tmp_path, max_num_epochs=3, num_prompts_per_step=2)) == [
-        "prompts: 2 to train on (left out: 1 duplicates, 1 held out for validation), 1 to validate on",
+        "prompts: 2 to train on (left out: 1 duplicates, 1 held out for validation), 1 to validate on (left out: 2 "
+        "duplicates)",
         "steps: at most 1, when the prompts are used up (grpo.max_num_epochs 3), of grpo.max_num_steps 1000000",
     ]
     two = config(tmp_path, max_num_steps=1, num_prompts_per_step=2)
     assert made.counts.lines(two)[1].startswith("steps: 1 (grpo.max_num_steps)")
     made.counts.check(two)
-    with pytest.raises(ConfigError, match=r"2 prompts, 2 over .*num_prompts_per_step 3: nothing would be trained"):
+    with pytest.raises(
+        ConfigError, match=r"2 prompts, 2 over .*num_prompts_per_step 3: nothing would be trained.* 1 duplicates"
+    ):
         made.counts.check(config(tmp_path, num_prompts_per_step=3))
 
 

@@ -1,12 +1,14 @@
 """Which layers of a policy an adapter is put beside."""
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Lfm2Config, MixtralConfig, PretrainedConfig, Qwen2Config
 
 from headrace.base.errors import ServiceError
 from headrace.config.policy import LoRAConfig
-from headrace_services.trainer.network.adapter import linear_layers, targets
+from headrace_services.trainer.network.adapter import count_experts, linear_layers, targets
 
 IN_A_LAYER = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 IN_A_LAYER += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -22,6 +24,23 @@ def test_all_linear_layers_but_the_head(tied: bool) -> None:
     assert linear_layers(model) == LAYERS
     model.model.layers[1].requires_grad_(False)
     assert linear_layers(model) == LAYERS[:7], "what is not trained gets no adapter"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "expected"),
+    [
+        (MixtralConfig, {"num_local_experts": 3}, 3 * 3 * 8 * 16),
+        (Lfm2Config, {"layer_types": ["conv"]}, 0),
+    ],
+    ids=["experts", "a convolution"],
+)
+def test_experts_that_one_tensor_holds_are_counted(
+    kind: type[PretrainedConfig], more: dict[str, Any], expected: int
+) -> None:
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind(**small, num_hidden_layers=1, vocab_size=11, **more))
+    assert count_experts(model) == expected
 
 
 def named(**settings: list[str]) -> list[str]:

@@ -126,18 +126,28 @@ def test_an_on_policy_error_beyond_rounding_is_an_alarm_at_once(
         ),
         ({"ppo": {"num_generations_per_prompt": 1}}, {"groups_without_spread": 1.0, "reward_std": 0.4}, False),
         ({"ppo": {"num_generations_per_prompt": 1}}, {"groups_without_spread": 1.0, "reward_std": 0.0}, True),
+        ({"ppo": {}}, {"groups_without_spread": 1.0, "reward_std": float(np.full(48, 0.1).std())}, True),
         (
             {"grpo": {"adv_estimator": {"name": "opd", "teacher_model_name": "t"}}},
             {"groups_without_spread": 1.0, "reward_std": 0.0},
             False,
         ),
     ],
-    ids=["all groups", "not all", "reinforce++", "without a baseline", "ppo", "ppo, all the same", "a teacher"],
+    ids=[
+        "all groups",
+        "not all",
+        "reinforce++",
+        "without a baseline",
+        "ppo",
+        "ppo, all the same",
+        "rounding",
+        "a teacher",
+    ],
 )
 def test_rewards_are_equal_where_nothing_differs_from_its_baseline(
     changes: dict[str, Any], metrics: dict[str, float], equal: bool
 ) -> None:
-    assert alarm.has_equal_rewards(metrics, config(**changes)) is equal
+    assert alarm.has_equal_rewards({"reward": 0.1, **metrics}, config(**changes)) is equal
 
 
 def test_equal_rewards_are_told_after_steps_in_a_row_with_what_to_do() -> None:

@@ -156,6 +156,7 @@ def test_reinforce_plus_plus_is_the_reward_less_divergence_whitened(
     loss_fn: LossConfig, batch: Batch, minus_baseline: bool, kl_to_go: bool
 ) -> None:
     kl_to_go = kl_to_go and loss_fn.kl_in_reward  # without it the configuration is refused
+    minus_baseline = minus_baseline and size_of_groups(batch) > 1  # and so is a group of one
     estimator = GRPOAdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=minus_baseline, kl_to_go=kl_to_go)
     rewards = [score.reward for score in batch.scores]
     groups = grouped(batch, rewards)

@@ -48,8 +48,8 @@ def test_pass_k_is_the_share_of_prompts_that_any_completion_solves() -> None:
 
 @pytest.mark.parametrize(
     ("rewards", "partial"),
-    [([0.0, 1.0, 1.0], 0.0), ([0.5, 1.0], 0.5), ([-1.0, 1.0], 0.5)],
-    ids=["right", "half", "scaled"],
+    [([0.0, 1.0, 1.0], 0.0), ([0.5, 1.0], 0.5), ([-1.0, 1.0], 0.5), ([0.7 + 0.2 + 0.1, 0.0], 0.0)],
+    ids=["right", "half", "scaled", "rounding"],
 )
 def test_accuracy_is_a_mean_reward_where_rewards_are_not_0_or_1(rewards: list[float], partial: float) -> None:
     metrics = summarize([evaluated(str(i), [reward], 3) for i, reward in enumerate(rewards)], failed=0, pending=0)
@@ -72,6 +72,7 @@ def test_components_and_times_are_of_held_out_prompts_too() -> None:
     [
         ("accuracy", 0.5, True),
         ("val:accuracy", 0.5, True),
+        ("accuracy", 0.5 + 1e-16 * 2, True),  # but for rounding
         ("accuracy", 0.51, False),
         ("accuracy/sums", 0.1, False),
         (None, None, False),

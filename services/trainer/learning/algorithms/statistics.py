@@ -120,8 +120,8 @@ def token_metrics(batch: Batch, name: str, tokens: Float64, ranks: Ranks) -> dic
 
 
 def all_equal(groups: Float64) -> Bool:
-    """Return [P] bool: whether all values of a row of `groups` [P, n] are equal."""
-    return (groups == groups[:, :1]).all(axis=1)
+    """Return [P] bool: whether all values of a row of `groups` [P, n] are equal, but for rounding."""
+    return mean_and_std(groups)[1] == 0
 
 
 def group_advantages(rewards: Float64, *, leave_one_out: bool, normalize: bool) -> Float64:
@@ -159,7 +159,7 @@ def baseline_metrics(config: Config, rewards: Float64) -> dict[str, float]:
     assert config.grpo is not None
     n = config.grpo.num_generations_per_prompt
     baseline, _ = baselines(rewards.reshape(-1, n), leave_one_out=config.grpo.leaves_one_out and n > 1)
-    zero, one = (100.0 * float((baseline == value).mean()) for value in (0, 1))
+    zero, one = (100.0 * float((np.abs(baseline - value) <= ROUNDING).mean()) for value in (0, 1))
     return {
         "baseline_reward/pct_0": zero,
         "baseline_reward/pct_1": one,
