@@ -96,7 +96,8 @@ class ReplayFull(ReplayUnavailable):
 
 
 class ReplayDenied(ReplayError):
-    """Raised when the Redis server and this client don't accept each other (certificate, user, password, rights); retrying won't help."""
+    """Raised when the Redis server and this client don't accept each other (certificate, user, password, rights), or the server can't hold
+    a buffer (a replica, too little memory, …). Retrying won't help, until somebody changes that."""
 
     code = "HR_DENIED"
 

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from headrace.base.errors import ConfigError, ReplayDenied, ReplayUnavailable
+from headrace.base.files import is_locked
 from headrace.cli.common import WIDTH, Overrides, cell, plain_table, say
 from headrace.cli.display import duration, time_left
 from headrace.cli.run_list import brief, steps, when
@@ -57,8 +58,8 @@ def status(
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
         state, replicas, runners, meters, newest, environments, reasons = found
     except (ReplayUnavailable, ReplayDenied) as error:
-        if away := asyncio.run(_buffer_wait(loaded)):
-            raise ReplayUnavailable(f"the run waits for the buffer's server: {away}") from error
+        if waits := _buffer_waits(loaded):
+            raise ReplayUnavailable(f"the run waits for {'; for '.join(waits)}") from error
         if run is None:
             raise
         past = history.read(loaded)
@@ -69,7 +70,7 @@ def status(
     loaded = loaded.change(run={"id": state.run_id})
     lines = [
         *failures(state, reasons, loaded.run_folder),
-        *(("waits for", f"the buffer's server: {away}") for away in [asyncio.run(_buffer_wait(loaded))] if away),
+        *(("waits for", wait) for wait in _buffer_waits(loaded)),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
         *_time_left(newest, loaded.max_num_steps - state.next_step),
@@ -132,12 +133,16 @@ async def _read(
         return state, replicas, await client.runners(), await client.bias(), newest, environments, reasons
 
 
-async def _buffer_wait(config: Config) -> str:
-    """Return why the replay service waits for the buffer's server; empty if it doesn't, or can't be asked."""
+def _buffer_waits(config: Config) -> list[str]:
+    """Return for what, and why, the services wait that need the buffer's server: what the replay service says, if it can be asked, and
+    what `headrace up` has noted of those that were restarted meanwhile."""
+    record = history.read_record(config.run_folder) if is_locked(config.run_folder / history.RUN_LOCK) else None
+    noted = [] if record is None else record.waits
     if config.security.credentials is None:
-        return ""
-    status, answer = await ask_ready(config, config.replay.host, config.replay.port)
-    return parse_reason(answer) if status == 503 else ""
+        return noted
+    status, answer = asyncio.run(ask_ready(config, config.replay.host, config.replay.port))
+    reason = parse_reason(answer) if status == 503 else ""
+    return [*([f"the buffer's server: {reason}"] if reason else []), *noted]
 
 
 def failures(state: RunState, reasons: Sequence[str], folder: Path) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ import grpc
 from headrace.base.addresses import target_is_local
 from headrace.base.backoff import pause_after
 from headrace.base.errors import CodecError, ConfigError, ServiceError
+from headrace.env import slots
 from headrace.env.environment import Environment
 from headrace.env.episode import EpisodeOutcome
 from headrace.env.flow import Flow
@@ -144,11 +145,10 @@ class Attachment:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._keep_attached())
-        except Exception as error:  # noqa: BLE001  # `wait` raises it
+            slots.run(self._keep_attached(), self._loop)
+        except BaseException as error:  # noqa: BLE001  # `wait` raises it
             self._error = error
-            _log.error("environment %s is no longer attached: %s", self.name, error)
+            _log.error("environment %s is no longer attached: %s", self.name, str(error) or repr(error))
 
     async def _keep_attached(self) -> None:
         tries = 0

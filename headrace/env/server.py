@@ -17,6 +17,7 @@ import msgspec
 from headrace.base.errors import ConfigError
 from headrace.base.repeats import Repeats
 from headrace.base.tls import CertificateFiles
+from headrace.env import slots
 from headrace.env.environment import Environment, Sample, check_score, make_failed
 from headrace.env.failure_log import FailureLog
 from headrace.env.programs import Programs
@@ -58,7 +59,7 @@ def run(
             _log.info("environment %s listens on %s:%d", environment.label, host, bound)
             await stop.wait()
 
-    asyncio.run(serve())
+    slots.run(serve())
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Runs a user's code, a few calls at a time: coroutines in the event loop, plain functions in threads."""
+"""Runs a user's code, a few calls at a time: coroutines in the event loop, plain functions in threads. `run` runs the loop."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import asyncio
 import contextvars
 import dataclasses
 import inspect
+import logging
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from headrace.base.printable import printable
+from headrace.env.environment import describe_error
+
+_log = logging.getLogger("headrace.env.environment")
+T = TypeVar("T")
 
 
 class Raised(Exception):
@@ -74,7 +82,25 @@ class Slots:
 
     async def call(self, method: Callable[..., Any], argument: object, give_back: Callable[[], None]) -> Any:
         """Call `method` with `argument`, and return its result. Its slot is given back when it ends. Whatever it raises ends this call
-        alone, as `Raised`."""
+        alone, as `Raised`; so does `SystemExit` or `KeyboardInterrupt` in a callback or a task that it has started."""
+        task = asyncio.current_task()
+        assert task is not None
+        call = _Call(task)
+        _call.set(call)
+        result = None
+        try:
+            result = await self._finish(method, argument, give_back)
+        except (asyncio.CancelledError, Raised):
+            if call.error is None:
+                raise
+        finally:
+            call.over = True
+        if call.error is None:
+            return result
+        task.uncancel()
+        raise Raised(call.error)
+
+    async def _finish(self, method: Callable[..., Any], argument: object, give_back: Callable[[], None]) -> Any:
         if inspect.iscoroutinefunction(method):
             try:
                 return await _await(method, argument)
@@ -106,7 +132,6 @@ async def _await(method: Callable[[Any], Any], argument: object) -> Any:
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
-    _is_users.set(True)
     try:
         return await method(argument)
     except BaseException as error:
@@ -117,20 +142,75 @@ async def _await(method: Callable[[Any], Any], argument: object) -> Any:
         raise Raised(error.__cause__ if is_wrapped and error.__cause__ else error) from None
 
 
-# whether the task that runs is a user's, as are those that it starts
-_is_users = contextvars.ContextVar("is_users", default=False)
+@dataclasses.dataclass
+class _Call:
+    """A call of a user's code, in `task`. `error` ends it, which something that it has started has raised."""
+
+    task: asyncio.Task[Any]
+    error: BaseException | None = None
+    over: bool = False
+
+    def end(self, error: BaseException) -> None:
+        if self.over:
+            _log.error("what a call has left behind raised %s", _describe(error))
+        elif self.error is None:
+            self.error = error
+            self.task.cancel()
+
+
+# the call of a user's code to which the task, callback or thread that runs belongs
+_call: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("call", default=None)
+
+
+def run(main: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> T:
+    """Run `main`, as `asyncio.run` does, in a loop in which a user's code may run. `SystemExit` and `KeyboardInterrupt` end a loop from
+    any of its callbacks: from one that a call of the user's code has left there, they end that call."""
+    with asyncio.Runner(loop_factory=None if loop is None else lambda: loop) as runner:
+        task = runner.get_loop().create_task(main)
+        while True:
+            try:
+                return runner.get_loop().run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if task.done() or not _contain(error):
+                    raise
+            except asyncio.CancelledError:
+                _log.error("a user's code has cancelled tasks that are not its own; the process ends")
+                raise
+
+
+def _contain(error: BaseException) -> bool:
+    """End the call of a user's code one of whose callbacks has raised `error`. Return whether a callback has; in a handler of a signal,
+    anything may have been interrupted."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    # the first: an exception that was raised before has those of that time too
+    handle = next((frame.f_locals["self"] for frame in frames if frame.f_code is asyncio.Handle._run.__code__), None)
+    call = None if handle is None else handle._context.get(_call)
+    if call is not None:
+        call.end(error)
+    elif isinstance(error, SystemExit):
+        _log.error(
+            "a user's code raised %s; %s", _describe(error), "the process ends" if handle is None else "it goes on"
+        )
+    return call is not None or (handle is not None and isinstance(error, SystemExit))
+
+
+def _describe(error: BaseException) -> str:
+    """Return the error, and where it was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{printable(describe_error(error))} ({frame.filename}:{frame.lineno}, in {frame.name})"
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    return asyncio.Task(_Contained(coroutine) if _is_users.get() else coroutine, loop=loop, **options)
+    call = _call.get()
+    return asyncio.Task(coroutine if call is None else _Contained(coroutine, call), loop=loop, **options)
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine in a task that a user's code has started. If it raised `SystemExit`, asyncio would end the loop, and so the process;
+    """A coroutine in a task that a call of a user's code has started. If it raised `SystemExit`, asyncio would end the loop;
     `GeneratorExit` would close whoever awaits it."""
 
-    def __init__(self, own: Any) -> None:
-        self._own = own
+    def __init__(self, own: Any, call: _Call) -> None:
+        self._own, self._call = own, call
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -151,7 +231,10 @@ class _Contained(Coroutine[Any, Any, Any]):
         try:
             return step(*given)
         except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-            raise Raised(error) from None
+            is_awaited = getattr(asyncio.current_task(), "_callbacks", None)
+            if not (is_awaited or isinstance(error, GeneratorExit)):
+                self._call.end(error)
+            raise Raised(error) from error
 
 
 def is_cancellation(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ from headrace.launch.supervisor import Child, ServiceFailed, Supervisor, child_e
 from headrace.net.credentials import buffer_url, load_credentials
 from headrace.net.service import SAVE_DEADLINE_S, stop_signals
 from headrace.replay import ReplayClient, Replica, Runner, frequent
-from headrace.run import prompt_counts, snapshots
+from headrace.run import history, prompt_counts, snapshots
 from headrace.run.checkpoints import list_set_aside
 from headrace.run.object_store import list_problems
 
@@ -111,6 +111,7 @@ class Pipeline:
         self._prompts = saved.parent / prompt_counts.FILE
         self._prompts_before = _written(self._prompts)
         self._of_checkpoints = {*list_set_aside(config.checkpoint_folder)}  # as far as they were said
+        self._noted: list[str] = []  # waits of restarted services
         self._notes: dict[str, str] = {}  # by service: why it is not ready
         self._ready_at: dict[str, float] = {}  # by service: when it last was ready
 
@@ -258,7 +259,16 @@ class Pipeline:
         waits = self.environments.waits()
         if replay in self._ready_at and self._notes[replay]:
             waits.append(Wait("the buffer's server", time.monotonic() - self._ready_at[replay], self._notes[replay]))
-        return waits
+        return [*waits, *self._restarts_that_wait()]
+
+    def _restarts_that_wait(self) -> list[Wait]:
+        """Return the waits for the buffer's server of services that were restarted meanwhile, and so are not there to tell."""
+        now = time.monotonic()
+        return [
+            Wait(f"the buffer's server, for {child.name}", now - child.waits_since, child.waits_for)
+            for child in self.children
+            if child.waits_for
+        ]
 
     async def _until_ready(self, child: Child, host: str, port: int) -> None:
         """Wait for the service's `/readyz`. Past the deadline, raises `ServiceError` with the service's reason."""
@@ -361,6 +371,7 @@ class Pipeline:
     def _note_progress(self, done: int) -> None:
         if done > self._furthest:
             self._furthest = done
+            self.children.trainer.note_let_in()
             for child in self.children:
                 if child is self.children.trainer or child.state in ("ready", UPDATING):
                     child.fruitless = 0
@@ -395,6 +406,7 @@ class Pipeline:
             note, url = self._notes.get(child.name, ""), pages.get(child.name, "")
             if replica is not None and child.pid is not None:
                 child.set_ready(replica.state == "HEALTHY", _unready_state(child, replica))
+                child.note_let_in()
                 child.note_probe(replica.state != "DEAD", after_s)
                 note, url = f"weights {replica.version}, {replica.leases} groups", str(replica.info.get("url", ""))
             runner = runner_by_pid.get(child.pid) if child in self.children.agents else None
@@ -402,7 +414,8 @@ class Pipeline:
                 child.set_ready(runner.alive, "silent")
                 child.note_probe(runner.alive, after_s)
                 note, url = f"{runner.leases} groups of episodes", str(runner.info.get("url", ""))
-            lines.append(ServiceLine(child.name, child.state, child.restarts, note, url))
+            state = "waiting" if child.waits_for else child.state  # not how each of its starts goes
+            lines.append(ServiceLine(child.name, state, child.restarts, note, url))
         known = {child.pid for child in self.children}
         joined = [r for r in replicas if r.info.get("pid") not in known and r.state != "DEAD"]
         self._joined = len(joined)
@@ -411,7 +424,19 @@ class Pipeline:
             lines.append(ServiceLine(replica.id, replica.state.lower(), 0, note, url))
         self.summary.services = lines
         self.summary.waits = self._waits()
+        self._note_waits()
         self.display.update(self.summary)
+
+    def _note_waits(self) -> None:
+        """Note for `headrace status` which restarted services wait, and since when."""
+        waits = self._restarts_that_wait()
+        noted = [f"{wait.whom}: {wait.why}" for wait in waits]
+        if noted != self._noted:
+            self._noted = noted
+            since = [time.strftime("%X", time.localtime(time.time() - wait.seconds)) for wait in waits]
+            history.note_waits(
+                self._saved.parent, [f"{line} (since {began})" for line, began in zip(noted, since, strict=True)]
+            )
 
     async def _stop(self) -> None:
         # without the run's folder, what the trainer would wait for never comes

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ import msgspec
 
 from headrace.base.addresses import without_proxy
 from headrace.base.backoff import pause_after
-from headrace.base.errors import ServiceError, StoppedByAlarm
+from headrace.base.errors import ReplayDenied, ServiceError, StoppedByAlarm
 from headrace.base.files import signature
 from headrace.base.parent import die_with_parent
+from headrace.base.repeats import Repeats
 from headrace.launch import guard
 from headrace.launch.summary import NOT_STARTED
 from headrace.net.service import (
@@ -48,8 +50,11 @@ class ServiceFailed(ServiceError):
 
 @dataclasses.dataclass(frozen=True)
 class Restart:
+    """`waits`: for the buffer's server, which is away, so that its end was no crash."""
+
     delay_s: float
     reason: str
+    waits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,7 @@ class RestartPolicy:
         ends_run: bool,
         was_ready: bool,
         fruitless: int,
+        was_let_in: bool = False,
         is_user_code: bool = False,
         ending: Ending | None = None,
         before: Ending | None = None,
@@ -89,8 +95,10 @@ class RestartPolicy:
         """Decide after an exit. `exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
         `ending` is the exception that the process ended with, if it told one, and `before` that of the process before.
 
-        There is no restart after `EXIT_USER_ERROR` or `EXIT_ALARM`, none after `EXIT_BUFFER_UNAVAILABLE` if the service was never ready (a
-        buffer that never existed won't come back), and none after a clean exit of a service that ends the run.
+        There is no restart after `EXIT_USER_ERROR` or `EXIT_ALARM`, and none after a clean exit of a service that ends the run.
+
+        A buffer that can't be reached is waited for without limit if the service was ready before: one that never existed won't come back.
+        So is one that refuses the service (`ReplayDenied`), if it has let the service in before (`was_let_in`).
 
         A user's environment has its own exit codes. One that ends before it was ready is for the user to fix. One that worked is restarted
         without limit, because the run waits for it.
@@ -106,7 +114,11 @@ class RestartPolicy:
             return Restart(delay_s, how)
         if is_user_code and exit_code >= 0:
             return GiveUp(f"{how} before it answered")
-        if exit_code in (EXIT_USER_ERROR, EXIT_ALARM) or (exit_code == EXIT_BUFFER_UNAVAILABLE and not was_ready):
+        is_denied = ending is not None and ending.error == ReplayDenied.__name__
+        if is_denied or exit_code == EXIT_BUFFER_UNAVAILABLE:
+            waits = was_let_in or (was_ready and not is_denied)
+            return Restart(delay_s, how, waits=True) if waits else GiveUp(how)
+        if exit_code in (EXIT_USER_ERROR, EXIT_ALARM):
             return GiveUp(how)
         if fruitless and ending is not None and ending.repeats(before):
             return GiveUp(f"it ended twice in a row, without progress between, with {how}")
@@ -130,6 +142,9 @@ class Child:
     source: Path | None = None
     source_signature: tuple[int, ...] | None = None  # of the `source` of the current process
     was_ready: bool = False
+    was_let_in: bool = False  # by the buffer's server
+    waits_for: str = ""  # why the last process could not use the buffer's server; empty once one could
+    waits_since: float = 0.0
     state: str = NOT_STARTED
     pid: int | None = None
     restarts: int = 0
@@ -153,6 +168,14 @@ class Child:
         if self.pid is not None:
             self.was_ready = self.was_ready or ready
             self.state = "ready" if ready else otherwise
+            if ready:
+                self.note_let_in()
+
+    def note_let_in(self) -> None:
+        """Note that the current process uses the buffer's server. Its restarts while that was away were no crashes."""
+        self.was_let_in = True
+        if self.waits_for:
+            self.waits_for, self.fruitless = "", 0
 
     def keep_log_small(self, limit: int) -> None:
         """Move the log to `NAME.log.1` once it has `limit` bytes. The running process continues to write to the same file, from its
@@ -219,6 +242,7 @@ class Supervisor:
         self.log_bytes = log_bytes
         self.grace_s = grace_s  # between SIGTERM and SIGKILL
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._told = Repeats()  # restarts that wait
         self._guard = self._start_guard()
         self._guarding: asyncio.Task[None] | None = None
 
@@ -253,6 +277,7 @@ class Supervisor:
                 code,
                 ends_run=child.ends_run,
                 was_ready=child.was_ready,
+                was_let_in=child.was_let_in,
                 fruitless=child.fruitless,
                 is_user_code=child.is_user_code,
                 ending=child.ending,
@@ -268,9 +293,13 @@ class Supervisor:
                     raise ServiceFailed(
                         f"{child.name} can't continue: {reason}; the end of {child.log}:\n{child.log_tail()}"
                     )
-                case Restart(delay_s, reason):
+                case Restart(delay_s, reason, waits):
                     child.state = "restarting"
-                    self.report(f"{child.name}: {reason}; restarting it in {delay_s:.0f} s")
+                    if not waits or self._told.due(f"{child.name}: {reason}"):
+                        self.report(f"{child.name}: {reason}; restarting it in {delay_s:.0f} s")
+                    if waits:
+                        child.waits_since = child.waits_since if child.waits_for else time.monotonic()
+                        child.waits_for = reason
                     await asyncio.sleep(delay_s)
                     child.restarts += 1
                     child.fruitless += 1

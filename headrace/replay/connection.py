@@ -133,7 +133,8 @@ def hide_password(url: str) -> str:
 
 
 def make_pool(url: str, retries: int) -> BlockingConnectionPool:
-    """Return a pool of connections to `url`. Raises `ConfigError` for an address or a certificate file that can't be used."""
+    """Return a pool of connections to `url`. Raises `ConfigError` for an address that can't be used, and `ReplayDenied` for a certificate
+    file, which may be being renewed."""
     try:
         pool = _sentinel_pool(url, retries) if url.startswith("sentinel:") else _pool(parse_url(url), retries)
         # report a wrong option or file now, not at the first call
@@ -141,7 +142,8 @@ def make_pool(url: str, retries: int) -> BlockingConnectionPool:
         if isinstance(probe, SSLConnection):
             probe.ssl_context.get()
     except (ValueError, TypeError, OSError, RedisError) as error:
-        raise ConfigError(_unusable(url, error)) from error
+        kind = ReplayDenied if isinstance(error, OSError) else ConfigError
+        raise kind(_unusable(url, error)) from error
     return pool
 
 
@@ -278,7 +280,7 @@ def _unusable(url: str, error: Exception) -> str:
 
 
 def open_redis(url: str, retries: int = _RETRIES) -> Redis:
-    """Return a client with a connection pool for `url` (in one of the forms above). Raises `ConfigError` if it can't be used."""
+    """Return a client with a connection pool for `url` (in one of the forms above). Raises as `make_pool` does."""
     return Redis.from_pool(make_pool(url, retries))
 
 

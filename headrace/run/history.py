@@ -34,12 +34,14 @@ STEP_TIME: Metric = ("train", "timing/train/total_step_time")
 
 
 class RunRecord(msgspec.Struct, frozen=True):
-    """The record of a run, `run.json`. Times are Unix seconds; `reason` is why it failed."""
+    """The record of a run, `run.json`. Times are Unix seconds; `reason` is why it failed, `waits` what it waits for while it is up, as
+    far as only `headrace up` knows that."""
 
     started: float
     state: Literal["running", "finished", "stopped", "failed"]
     since: float
     reason: str = ""
+    waits: list[str] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +208,13 @@ def recorded(folder: Path, stopped: type[BaseException], clock: Callable[[], flo
         end("failed", str(error) or repr(error))
         raise
     end("finished")
+
+
+def note_waits(folder: Path, waits: list[str]) -> None:
+    """Note what a run that is up waits for."""
+    with contextlib.suppress(CodecError, OSError):  # the run goes on without it
+        if record := read_record(folder):  # an evaluation has none
+            _write(folder, msgspec.structs.replace(record, waits=waits))
 
 
 def are_curves_old(folder: Path) -> bool:

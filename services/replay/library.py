@@ -21,7 +21,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from headrace.base.errors import ReplayDenied, ReplayUnavailable, ServiceError
+from headrace.base.errors import ReplayDenied, ReplayUnavailable
 from headrace.replay.build import BUILD
 from headrace.replay.connection import BufferConnection, hide_password
 
@@ -244,13 +244,12 @@ async def load(redis: Redis) -> None:
 
 async def check_server(redis: Redis, url: str, max_bytes: int) -> None:
     """Check that the server can hold the buffer, and log what the server may lose. `max_bytes` is the limit on payloads. Raises
-    `ServiceError` if the server can't hold the buffer, `ReplayUnavailable` if it does not answer, and `ReplayDenied` if it refuses the
-    login."""
+    `ReplayDenied` if the server can't hold the buffer, or refuses the login, and `ReplayUnavailable` if it does not answer."""
     info = await BufferConnection(redis, "none").command("INFO", "everything")
     where = f"replay.redis_url {hide_password(url)}"
     problem = incompatibility(info, max_bytes)
     if problem is not None:
-        raise ServiceError(f"{where}: {problem}")
+        raise ReplayDenied(f"{where}: {problem}")
     for risk in risks(info):
         _log.warning("%s: %s", where, risk)
 

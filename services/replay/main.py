@@ -209,7 +209,7 @@ class _Buffer:
         try:
             await self._load()
             await self._reopen("")
-        except (ReplayUnavailable, ReplayDenied, ServiceError) as error:
+        except (ReplayUnavailable, ReplayDenied) as error:
             return str(error)
         return None
 

@@ -4,6 +4,7 @@ dies."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from .backend import Described, Results, Trajectories
 from .child_process import ChildProcess
 from .function_process import FunctionSpecification
 from .served import ServedBackend
+
+_log = logging.getLogger("headrace.reward")
 
 
 class FunctionProcess(ChildProcess):
@@ -82,4 +85,6 @@ class FunctionBackend:
     async def _keep(self) -> None:
         while True:
             await self._process.wait()
+            how = await self._process.exit_reason(EOFError())
+            _log.warning("%s has died (%s) and is being restarted", self._process.what, how)
             await self._process.restart()

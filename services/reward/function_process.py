@@ -16,7 +16,7 @@ import msgspec
 from headrace.base.errors import HeadraceError
 from headrace.base.tasks import run_until
 from headrace.config.environments import FunctionConfig, TargetConfig, VerifiersConfig, read_environment
-from headrace.env import environment_file
+from headrace.env import environment_file, slots
 from headrace.env.environment import Environment
 from headrace.env.program_function import load
 from headrace.env.server import serving
@@ -35,7 +35,7 @@ class FunctionSpecification(msgspec.Struct):
 
 def main() -> None:
     hub = HubPipes()
-    asyncio.run(_serve(hub.specification(FunctionSpecification), hub))
+    slots.run(_serve(hub.specification(FunctionSpecification), hub))
 
 
 async def _serve(specification: FunctionSpecification, hub: HubPipes) -> None:

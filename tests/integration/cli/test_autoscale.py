@@ -222,20 +222,20 @@ async def test_a_process_that_can_not_continue_is_told(tmp_path: Path, superviso
     await further.remove()
 
 
-LOSES_ITS_BUFFER = """
+CRASHES_TWICE = """
 import os, sys, time
 deaths = sys.argv[1] + "/deaths"
 with open(deaths, "a") as file:
     file.write("x")
 if os.path.getsize(deaths) < 3:
-    sys.exit(75)
+    sys.exit(70)
 time.sleep(600)
 """
 
 
-async def test_steps_give_a_process_that_loses_its_buffer_new_starts(tmp_path: Path, supervisor: Supervisor) -> None:
+async def test_steps_give_a_process_that_crashes_new_starts(tmp_path: Path, supervisor: Supervisor) -> None:
     supervisor.policy = RestartPolicy(limit=1, first_delay_s=0.01)
-    further = Processes(supervisor, program(tmp_path, LOSES_ITS_BUFFER), tmp_path)
+    further = Processes(supervisor, program(tmp_path, CRASHES_TWICE), tmp_path)
     await further.add()
 
     async def died(times: int) -> bool:

@@ -6,6 +6,7 @@ in tests/e2e; `make test-all` has every test of this file on the real one as wel
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,15 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from headrace.base.scratch import remove_abandoned
 from headrace.config import load
+from headrace.net.credentials import REDIS_ROLES
 from headrace.run import snapshots
 from headrace.run.folder import SAVED
+from headrace_services.replay import acl
 from tests.support import nvml
 from tests.support.light_services import instead_of
 from tests.support.ports import free_port, free_ports
 from tests.support.processes import gone
+from tests.support.redis_servers import RedisServer
 from tests.support.up import Up
 from tests.support.waiting import wait_until
 
@@ -186,6 +192,62 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
     assert [path for path in written if b"canary" in path.read_bytes()] == []
     assert "canary" not in run.said()
     assert not kept.exists(), "no memory is left either"
+
+
+@pytest.mark.parametrize("real", ["light"], indirect=True)  # what waits is the supervisor
+def test_law_6_what_is_restarted_while_the_server_refuses_it_waits(up: Start, folder: Path, tmp_path: Path) -> None:
+    """At the first start it ends with the words: nobody knows of a time when it was let in."""
+    secrets, users, port = tmp_path / "secrets", tmp_path / "users.acl", free_port()
+    passwords = {role: f"secret-of-{role}" for role in REDIS_ROLES}
+    secrets.write_text("".join(f"redis {role} {password}\n" for role, password in passwords.items()))
+    users.write_text("\n".join(acl.users("test", passwords, own_server=True)) + "\n")
+    server = RedisServer(tmp_path / "server", port, "--port", str(port), "--aclfile", str(users))
+    admin = Redis(port=port, username="headrace-admin", password=passwords["admin"])
+    light = {"reward": "idle_reward", "rollout": "refusable_rollout", "trainer": "talking_trainer"}
+    arguments = (*ENDLESS, PAGELESS, f"replay.redis_url={server.url}", f"security.credentials={secrets}")
+
+    def refuse() -> None:
+        admin.execute_command("ACL", "SETUSER", "test-replay", "-fcall")
+        admin.execute_command("ACL", "SETUSER", "test-trainer", "off")
+
+    server.start()
+    try:
+        wait_until(lambda: _answers(admin))
+        refuse()
+        first = up(100_000, *arguments, **light)
+        assert first.ends() == 1
+        assert re.search(
+            r"replay can't continue: user 'test-replay' .* may not run FCALL .*`headrace acl`", first.said()
+        )
+        admin.execute_command("ACL", "LOAD")
+
+        run = up(100_000, *arguments, **light)
+        run.wait_for("step 1:")
+        refuse()
+        for service in ("replay", "trainer"):
+            os.kill(run.pid_of("headrace.cli", f" {service} "), signal.SIGKILL)
+        for service, why in (
+            ("replay", "user 'test-replay' .* may not run FCALL"),
+            ("trainer", "login of user 'test-trainer'"),
+        ):
+            run.wait_for(f"waits for the buffer's server, for {service}, ")
+            said = status_of(folder)
+            assert re.search(rf"for {service}: .*{why} .*`headrace acl`.*\(since \d", said), said
+        admin.execute_command("ACL", "LOAD")
+        for service in ("replay", "trainer"):
+            run.wait_for(f"no longer waits for the buffer's server, for {service}")
+        goes_on(run)
+        assert "the buffer's server" not in status_of(folder)
+        assert run.stop(signal.SIGTERM) == []
+    finally:
+        admin.close()
+        server.kill()
+
+
+def _answers(redis: Redis) -> bool:
+    with contextlib.suppress(RedisConnectionError):
+        return bool(redis.ping())
+    return False
 
 
 @pytest.mark.nightly  # by day a run of light services ends so below, and tests/unit/cli/test_watch_folder.py tells the words apart

@@ -18,7 +18,7 @@ import pytest
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
-from headrace.base.errors import ConfigError, HeadraceError, ReplayUnavailable, ServiceError
+from headrace.base.errors import ConfigError, HeadraceError, ReplayDenied, ReplayUnavailable, ServiceError
 from headrace.config import Config
 from headrace.records.score import Score
 from headrace.replay import Limits, ReplayClient
@@ -137,7 +137,7 @@ async def test_a_server_that_evicts_is_refused(server: EmbeddedServer) -> None:
     async with open_redis(server.url) as redis:
         await check_server(redis, server.url, 1)
         await redis.config_set("maxmemory-policy", "allkeys-lru")
-        with pytest.raises(ServiceError, match="allkeys-lru would drop trajectories"):
+        with pytest.raises(ReplayDenied, match="allkeys-lru would drop trajectories"):
             await check_server(redis, server.url, 1)
 
 
@@ -158,7 +158,7 @@ async def test_a_server_without_memory_beyond_the_payloads_is_refused(server: Em
     async with open_redis(server.url) as redis:
         await redis.config_set("maxmemory", 5 * 2**28)
         await check_server(redis, server.url, 2**30)
-        with pytest.raises(ServiceError, match=r"maxmemory 1342177280 .*1\.25 x replay\.max_bytes 1073741825") as error:
+        with pytest.raises(ReplayDenied, match=r"maxmemory 1342177280 .*1\.25 x replay\.max_bytes 1073741825") as error:
             await check_server(redis, server.url, 2**30 + 1)
         assert "`CONFIG SET maxmemory 1342177282`" in str(error.value)
 
@@ -173,7 +173,7 @@ async def test_a_replica_is_refused(server: EmbeddedServer, tmp_path: Path, redi
     await replica.start()
     async with open_redis(replica.url) as redis:
         await redis.replicaof("127.0.0.1", server.port)
-        with pytest.raises(ServiceError, match=rf"127.0.0.1:{server.port}; .*primary"):
+        with pytest.raises(ReplayDenied, match=rf"127.0.0.1:{server.port}; .*primary"):
             await check_server(redis, replica.url, 1)
     await replica.stop()
 
@@ -192,7 +192,7 @@ async def test_a_server_too_old_is_refused(tmp_path: Path) -> None:
     old = await asyncio.start_server(answer, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{old.sockets[0].getsockname()[1]}/0?protocol=2"
     async with open_redis(url, retries=0) as redis:
-        with pytest.raises(ServiceError, match=r"6\.2\.14.*7\.0"):
+        with pytest.raises(ReplayDenied, match=r"6\.2\.14.*7\.0"):
             await check_server(redis, url, 1)
     with pytest.raises(HeadraceError, match="too old"):
         await ReplayClient.connect(url, "x", timeout_s=0.2)

@@ -74,3 +74,7 @@ async def test_every_failure_is_one_samples_alone_and_frees_its_slot(
                 assert not asked.startswith("raise") or f"{MINE}:" in bad.message, bad
                 assert bad.message, asked
             assert [each.reward for each in await ask(hub, "good", "good")] == [1.0, 1.0]
+        bad, good = await play(hub, "leave", "good")
+        assert (bad.status, good.reward) == ("FAILED", 1.0), "a callback that it left in the loop ends its call alone"
+        assert bad.message.startswith("SystemExit")
+        assert f"{MINE}:" in bad.message

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import HeadraceError, ReplayUnavailable, Restartable, ServiceError, StoppedByAlarm
-from headrace.launch.supervisor import Finished, GiveUp, Restart, RestartPolicy
+from headrace.base.errors import (
+    HeadraceError,
+    ReplayDenied,
+    ReplayUnavailable,
+    Restartable,
+    ServiceError,
+    StoppedByAlarm,
+)
+from headrace.launch.supervisor import Child, Finished, GiveUp, Restart, RestartPolicy
 from headrace.net.service import (
     EXIT_ALARM,
     EXIT_BUFFER_UNAVAILABLE,
@@ -51,9 +58,34 @@ def test_an_error_that_the_user_must_fix_is_never_restarted() -> None:
     assert decide(EXIT_ALARM, ending=alarm) == GiveUp("the policy collapsed")
 
 
-def test_a_lost_buffer_may_come_back_but_one_that_never_was_does_not() -> None:
-    assert isinstance(decide(EXIT_BUFFER_UNAVAILABLE, was_ready=True), Restart)
-    assert isinstance(decide(EXIT_BUFFER_UNAVAILABLE, was_ready=False), GiveUp)
+REFUSED = Ending.of(ReplayDenied("user 'r-trainer' may not run FCALL"))
+
+
+@pytest.mark.parametrize(
+    ("code", "known", "waits"),
+    [
+        (EXIT_BUFFER_UNAVAILABLE, {"was_ready": True}, True),
+        (EXIT_BUFFER_UNAVAILABLE, {"was_ready": False, "was_let_in": True}, True),
+        (EXIT_BUFFER_UNAVAILABLE, {"was_ready": False}, False),
+        (EXIT_USER_ERROR, {"was_let_in": True, "ending": REFUSED}, True),
+        (EXIT_USER_ERROR, {"was_ready": True, "ending": REFUSED}, False),  # of a replica that joins a run that is up
+    ],
+)
+def test_law_6_a_buffer_that_was_there_is_waited_for_without_limit(
+    code: int, known: dict[str, Any], waits: bool
+) -> None:
+    decided = decide(code, fruitless=2000, **known)
+    assert (isinstance(decided, Restart) and decided.waits) == waits
+    assert isinstance(decided, GiveUp) != waits
+
+
+def test_an_outage_counts_no_crashes() -> None:
+    child = Child("trainer", [], None, fruitless=7, waits_for="its server is away")
+    child.note_let_in()
+    assert (child.was_let_in, child.fruitless, child.waits_for) == (True, 0, "")
+    child.fruitless = 7
+    child.note_let_in()
+    assert child.fruitless == 7, "what crashed since is not forgotten"
 
 
 def test_delays_double_up_to_the_longest() -> None:
