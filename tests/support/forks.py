@@ -109,11 +109,17 @@ def command(*arguments: str) -> None:
     main()
 
 
-def command_in(folder: str, *arguments: str) -> None:
-    """`command` in `folder`, with the packages of its own `PYTHONPATH`."""
+def command_in(folder: str, name: str, *arguments: str) -> None:
+    """`command` in `folder`, with the packages of its own `PYTHONPATH`; the processes of a hub are forked, too."""
     os.chdir(folder)
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
-    command(*arguments)
+    if name == "reward":
+        import asyncio
+
+        from tests.support import forked_workers
+
+        asyncio.create_subprocess_exec = forked_workers.create_subprocess_exec
+    command(name, *arguments)
 
 
 def be_command(kind: str, name: str, *arguments: str) -> NoReturn:

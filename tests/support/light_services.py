@@ -28,11 +28,13 @@ from tests.support import idle_services
 from tests.support.forks import FORKED_FOR, connected
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("up", "replay", "reward", "rollout", "agents", "trainer", "page")
+COMMANDS = ("up", "replay", "reward", "rollout", "agents", "trainer", "page", "acl", "certs", "credentials", "groups")
 # Python runs it as it starts.
 _FORKING = """
 import sys
 words = [word for word in sys.orig_argv[1:] if word != "-P"]
+if words[:1] and words[0].endswith("/headrace"):
+    words[:1] = ["-m", "headrace.cli"]
 if words[:2] == ["-m", "headrace.cli"] and (kind := {kinds!r}.get("".join(words[2:3]))):
     from tests.support.forks import be_command
     be_command(kind, *words[2:])
@@ -41,8 +43,8 @@ if words[:2] == ["-m", "headrace.cli"] and (kind := {kinds!r}.get("".join(words[
 
 def instead_of(folder: Path, *, executed: bool = False, **services: str) -> dict[str, str]:
     """The environment of a process whose `headrace NAME` runs the function given, through a distribution in `folder`: one here, or of
-    `idle_services`, by its name, or MODULE:NAME. On GPUs (`tests.support.nvml`) everything fits. `headrace up` and
-    the services are forked, without what they take to import, unless they are to be `executed`, for a test that looks at them."""
+    `idle_services`, by its name, or MODULE:NAME. On GPUs (`tests.support.nvml`) everything fits. Those of `COMMANDS` are forked,
+    without what they take to import, unless they are to be `executed`, for a test that looks at them."""
     info = folder / "light_services-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 1\n")
