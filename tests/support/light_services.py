@@ -55,8 +55,11 @@ def instead_of(folder: Path, *, executed: bool = False, **services: str) -> dict
     tools = ["[headrace.tools]\n", f"plan-memory = {idle_services.__name__}:ample_memory\n"]
     (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points, *tools]))
     if not executed:
-        is_light = ":" not in services.get("rollout", ":")
-        kinds = {**dict.fromkeys(COMMANDS, "trainer"), "rollout": "trainer" if is_light else "engine"}
+        kinds = dict.fromkeys(COMMANDS, "trainer")
+        if ":" in services.get("rollout", ":"):
+            kinds["rollout"] = "engine"
+        elif services["rollout"] == idle_services.idle_rollout.__name__:
+            del kinds["rollout"]  # what it leaves behind is to be in the group that is ended
         (folder / "sitecustomize.py").write_text(_FORKING.format(kinds=kinds))
         connected("trainer").close()  # its server is to be no child of a process that a test looks at
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
