@@ -29,7 +29,7 @@ from headrace.run.journal import surviving
 from tests.support.collector import Received, collecting
 from tests.support.command import headrace, headrace_process
 from tests.support.finished_run import audit, journal
-from tests.support.light_services import forked
+from tests.support.light_services import instead_of
 from tests.support.metrics import expressions, families, names_in, pages, reader_token, scrape
 from tests.support.ports import free_ports
 from tests.support.processes import descendants, gone
@@ -111,7 +111,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, warm_model: Path) -> Demo:
 
     arguments += [f"grpo.max_num_steps={STEPS}", "page.port=null"]
     with collecting() as collector:
-        traced = forked(place / "services") | collector.variables
+        traced = instead_of(place / "services") | collector.variables
         second = Up(DEMO, *arguments, output=place / "second.out", cwd=place, environ=traced)
         assert second.process.wait(timeout=500) == 0, second.said()
     left += leftovers(place)
@@ -225,7 +225,7 @@ def test_its_checkpoint_is_exported_and_evaluated(demo: Demo, tmp_path: Path) ->
         *("--set", "data.validation.0.size=60"),
         timeout_s=500,
         cwd=demo.folder.parent,  # where the run was started, and its my_env.py is
-        environ=forked(tmp_path / "services"),
+        environ=instead_of(tmp_path / "services"),
     )
     assert evaluated.returncode == 0, evaluated.stderr
     assert "68 evaluated" in evaluated.stdout

@@ -7,40 +7,23 @@ has none gets one, and nothing else of the run is changed.
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import ROOT, command, fork
+from tests.support.light_services import instead_of
 
 
 def services(folder: Path) -> dict[str, str]:
     """The environment of a `headrace up` whose trainer and replica are these, through a distribution in `folder`."""
-    info = folder / "golden_services-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: golden-services\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[headrace.services]\n"
-        "trainer = tests.support.idle_services:forked_trainer\n"
-        f"rollout = {__name__}:forked_rollout\n"
-    )
-    path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return instead_of(folder, rollout=f"{__name__}:seeded_rollout")
 
 
-def forked_rollout(config: Any) -> None:
-    service = fork(_seeded_command, *sys.argv[1:], kind="engine")
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, _: service.send_signal(number))
-    sys.exit(service.wait())
-
-
-def _seeded_command(*arguments: str) -> None:
+def seeded_rollout(config: Any) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from headrace_services.rollout.main import main
 
     generate = AsyncLLM.generate
 
@@ -52,4 +35,4 @@ def _seeded_command(*arguments: str) -> None:
         return generate(self, prompt, sampling_params, request_id, *rest, **named)
 
     AsyncLLM.generate = seeded
-    command(*arguments)
+    main(config)

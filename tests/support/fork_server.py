@@ -9,6 +9,7 @@ What it imports starts no thread, which a fork would lack, but one of pyarrow's:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import pickle
@@ -22,12 +23,14 @@ import traceback
 from pathlib import Path
 
 from headrace.base.parent import die_with_parent
-from headrace.config import Config
-from headrace.net.service import importing
 
 IMPORTS = {
     "trainer": (
         "headrace_services.trainer.main",
+        "headrace_services.replay.main",
+        "headrace_services.reward.main",
+        "headrace_services.agents.main",
+        "headrace.cli.services",
         "transformers.models.qwen2.modeling_qwen2",
         "tests.support.dying_trainer",
         "matplotlib.backends.backend_svg",
@@ -41,7 +44,9 @@ IMPORTS = {
         "anyio.pytest_plugin",
         "headrace.cli.demo",
         "headrace.cli.env_try",
+        "headrace.cli.page",
         "headrace.cli.status",
+        "headrace.cli.up",
         "headrace.config.migrate.trl",
         "headrace.config.migrate.verl",
         "headrace.config.nemo_rl",
@@ -88,6 +93,9 @@ def folder_of_sockets() -> Path:
 
 
 def main(kind: str, path: str, starter: str) -> None:
+    from headrace.config import Config  # here, because who asks this server imports this module, too
+    from headrace.net.service import importing
+
     selector = selectors.DefaultSelector()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -111,7 +119,7 @@ def main(kind: str, path: str, starter: str) -> None:
 def _serve(client: socket.socket, selector: selectors.BaseSelector) -> None:
     """Fork what the client asks for. It ends by itself, or when the client goes away."""
     with contextlib.suppress(ConnectionError, struct.error), client.makefile("rb") as file:
-        head, streams, _, _ = socket.recv_fds(client, NUMBER.size, 3)
+        head, streams, _, _ = socket.recv_fds(client, NUMBER.size, 100)
         request = file.read(*NUMBER.unpack(head))
         pid = os.fork()
         if not pid:
@@ -141,7 +149,8 @@ def _run(request: bytes, streams: list[int]) -> None:
     die_with_parent(signal.SIGKILL)
     code = 1
     try:
-        for number, stream in enumerate(streams):
+        # away from the numbers that they get
+        for number, stream in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 200) for each in streams]):
             os.dup2(stream, number)
         target, arguments, environ = pickle.loads(request)
         os.environ.clear()

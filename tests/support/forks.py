@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
+import fcntl
 import os
 import pickle
 import select
@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from filelock import FileLock
-
+from headrace.base.parent import RESERVED, reservations
 from tests.support.fork_server import FORK_HANDLERS, NUMBER, TESTS, folder_of_sockets
 
 ROOT = Path(__file__).parents[2]
+FORKED_AS = "as "  # the name of a process that is another one, before the id of that
+FORKED_FOR = "TEST_FORKED_FOR"  # a variable: the id of the process that this one is forked for
 
 
 class Forked:
@@ -73,9 +74,9 @@ def fork(
     streams: Sequence[int] | None = None,
 ) -> Forked:
     """A process that runs `target(*arguments)`, with `environ` beside the environment of this one. What it says goes to `log`; `talk` is
-    its standard input and output; or `streams` are all three. `kind` is one of `fork_server.IMPORTS`."""
+    its standard input and output; or `streams` are all three, and more descriptors. `kind` is one of `fork_server.IMPORTS`."""
     request = pickle.dumps((target, arguments, {**os.environ, **(environ or {})}))
-    connection = _connected(kind)
+    connection = connected(kind)
     with open(log or os.devnull, "ab") as file:
         said = file.fileno() if log else 2
         own = [talk.fileno(), talk.fileno(), said] if talk else [file.fileno(), said, said]
@@ -89,6 +90,8 @@ async def keep_forked(
     deaths: list[int], target: Callable[..., None], *arguments: Any, log: Path | None = None
 ) -> NoReturn:
     """Run `target(*arguments)` in a process, and again each time that one has ended, until cancelled. Exit codes go to `deaths`."""
+    import asyncio  # here, as in `fork_server`
+
     while True:
         process = fork(target, *arguments, log=log)
         try:
@@ -96,16 +99,6 @@ async def keep_forked(
         except asyncio.CancelledError:
             process.kill()
             raise
-
-
-def be_forked(
-    target: Callable[..., None], *arguments: Any, kind: str, streams: Sequence[int] | None = None
-) -> NoReturn:
-    """This process is one that is forked: that gets the signals of this one, ends this one, and ends with it."""
-    process = fork(target, *arguments, kind=kind, streams=streams)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, _: process.send_signal(number))
-    sys.exit(process.wait())
 
 
 def command(*arguments: str) -> None:
@@ -116,6 +109,41 @@ def command(*arguments: str) -> None:
     main()
 
 
+def command_in(folder: str, name: str, *arguments: str) -> None:
+    """`command` in `folder`, with the packages of its own `PYTHONPATH`; the processes of a hub are forked, too."""
+    os.chdir(folder)
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    if name == "reward":
+        import asyncio
+
+        from tests.support import forked_workers
+
+        asyncio.create_subprocess_exec = forked_workers.create_subprocess_exec
+    command(name, *arguments)
+
+
+def be_command(kind: str, name: str, *arguments: str) -> NoReturn:
+    """This process, in which nothing is imported yet, is `headrace NAME` in one that is forked, which `processes.descendants` has in its
+    place."""
+    streams = [0, 1, 2, *reservations()]
+    environ = {RESERVED: " ".join(map(str, range(3, len(streams)))), FORKED_FOR: str(os.getpid())}
+    process = fork(command_in, os.getcwd(), name, *arguments, environ=environ, kind=kind, streams=streams)
+    Path("/proc/self/comm").write_text(f"{FORKED_AS}{process.pid}")
+    code = _obeying(process)
+    if code < 0:  # it ends as that one did
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _obeying(process: Forked) -> int:
+    """Wait for it, and send it the signals of this process meanwhile."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, _: process.send_signal(number))
+    return process.wait()
+
+
 def interpreter() -> str:
     """A command with the arguments of Python that runs `-c SOURCE` with the imports of trainers already made."""
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.forks import _be_interpreter; _be_interpreter()"
@@ -123,7 +151,7 @@ def interpreter() -> str:
 
 
 def _be_interpreter() -> None:
-    be_forked(_interpret, sys.argv[-1], kind="trainer", streams=(0, 1, 2))
+    sys.exit(_obeying(fork(_interpret, sys.argv[-1], streams=(0, 1, 2))))
 
 
 def _interpret(source: str) -> None:
@@ -134,10 +162,11 @@ def _interpret(source: str) -> None:
         atexit._run_exitfuncs()
 
 
-def _connected(kind: str) -> socket.socket:
+def connected(kind: str) -> socket.socket:
     """To the server of this kind, which the first who asks for it starts."""
     path = folder_of_sockets() / kind
-    with FileLock(f"{path}.lock"):
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         server = None if path.exists() else _start(kind, path)
         while True:
             connection = socket.socket(socket.AF_UNIX)

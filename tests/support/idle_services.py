@@ -13,25 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
-from headrace.base.parent import admit
 from headrace.config import Config
 from headrace.net.service import admitting, stop_on_signals
 from headrace.run.history import CURVES
-from tests.support.forks import be_forked, command
-
-
-def forked_trainer(config: Config) -> None:
-    _be_forked("trainer")
-
-
-def forked_rollout(config: Config) -> None:
-    _be_forked("engine")
-
-
-def _be_forked(kind: str) -> None:
-    """The command of this process in one that is forked: it gets the signals of this one, ends this one, and ends with it."""
-    admit(True)  # the forked process has none of the sockets that reserve its ports; this one keeps them
-    be_forked(command, *sys.argv[1:], kind=kind)
 
 
 def ample_memory(config: Config, site: object) -> SimpleNamespace:

@@ -25,13 +25,26 @@ from headrace.replay import ReplayClient
 from headrace.replay.connection import open_redis
 from headrace.replay.retry import BufferRetry
 from tests.support import idle_services
+from tests.support.forks import FORKED_FOR, connected
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = ("up", "replay", "reward", "rollout", "agents", "trainer", "page", "acl", "certs", "credentials", "groups")
+# Python runs it as it starts.
+_FORKING = """
+import sys
+words = [word for word in sys.orig_argv[1:] if word != "-P"]
+if words[:1] and words[0].endswith("/headrace"):
+    words[:1] = ["-m", "headrace.cli"]
+if words[:2] == ["-m", "headrace.cli"] and (kind := {kinds!r}.get("".join(words[2:3]))):
+    from tests.support.forks import be_command
+    be_command(kind, *words[2:])
+"""
 
 
-def instead_of(folder: Path, **services: str) -> dict[str, str]:
+def instead_of(folder: Path, *, executed: bool = False, **services: str) -> dict[str, str]:
     """The environment of a process whose `headrace NAME` runs the function given, through a distribution in `folder`: one here, or of
-    `idle_services`, by its name, or MODULE:NAME. On GPUs (`tests.support.nvml`) everything fits."""
+    `idle_services`, by its name, or MODULE:NAME. On GPUs (`tests.support.nvml`) everything fits. Those of `COMMANDS` are forked,
+    without what they take to import, unless they are to be `executed`, for a test that looks at them."""
     info = folder / "light_services-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: light-services\nVersion: 1\n")
@@ -41,17 +54,20 @@ def instead_of(folder: Path, **services: str) -> dict[str, str]:
     ]
     tools = ["[headrace.tools]\n", f"plan-memory = {idle_services.__name__}:ample_memory\n"]
     (info / "entry_points.txt").write_text("".join(["[headrace.services]\n", *points, *tools]))
+    if not executed:
+        kinds = dict.fromkeys(COMMANDS, "trainer")
+        if ":" in services.get("rollout", ":"):
+            kinds["rollout"] = "engine"
+        elif services["rollout"] == idle_services.idle_rollout.__name__:
+            del kinds["rollout"]  # what it leaves behind is to be in the group that is ended
+        (folder / "sitecustomize.py").write_text(_FORKING.format(kinds=kinds))
+        connected("trainer").close()  # its server is to be no child of a process that a test looks at
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _module(function: str) -> str:
     return idle_services.__name__ if hasattr(idle_services, function) else __name__
-
-
-def forked(folder: Path) -> dict[str, str]:
-    """`instead_of`, for the real trainer and replicas without what they take to import."""
-    return instead_of(folder, trainer="forked_trainer", rollout="forked_rollout")
 
 
 def looked_up_reward(config: Config) -> None:
@@ -142,7 +158,8 @@ class _OfThisProcess(ReplayClient):
     """Registers a replica with what the command line shows of one."""
 
     async def register(self, replica: str, info: Mapping[str, Any], loading: bool = False) -> None:
-        await super().register(replica, {**info, "pid": os.getpid(), "url": "http://127.0.0.1:1"}, loading=loading)
+        pid = int(os.environ.get(FORKED_FOR, os.getpid()))
+        await super().register(replica, {**info, "pid": pid, "url": "http://127.0.0.1:1"}, loading=loading)
 
 
 async def _belong(config: Config) -> None:

@@ -9,6 +9,8 @@ import select
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from tests.support.forks import FORKED_AS
+
 # Before a command: it runs as a user without privileges does, though root runs the tests. Root may look into every process.
 UNPRIVILEGED = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
 
@@ -51,19 +53,26 @@ def is_stopped(pid: int) -> bool:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Processes that `pid` started, and those that they started: command lines by id."""
+    """Processes that `pid` started, and those that they started: command lines by id. One that is forked in the place of another has that
+    one's."""
     parents: dict[int, int] = {}
+    forked: dict[int, int] = {}
     commands: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            name, _, numbers = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             command = (entry / "cmdline").read_text().replace("\0", " ")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
-        parents[int(entry.name)], commands[int(entry.name)] = parent, command
+        parents[int(entry.name)], commands[int(entry.name)] = int(numbers.split()[1]), command
+        if name.startswith(FORKED_AS):
+            forked[int(entry.name)] = int(name.removeprefix(FORKED_AS))
+    forked = {pid: own for pid, own in forked.items() if own in commands}
+    parents |= {own: pid for pid, own in forked.items()}
+    commands |= {own: commands[pid] for pid, own in forked.items()}
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
-    return {child: commands[child] for child in found - {pid}}
+    return {child: commands[child] for child in found - {pid} - forked.keys()}

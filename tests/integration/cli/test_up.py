@@ -98,7 +98,7 @@ def up(tmp_path: Path, tiny_model: Path, real: bool) -> Iterator[Start]:
         config = tmp_path / "run.yaml"
         config.write_text(CONFIG.format(folder=tmp_path, model=tiny_model, steps=steps, redis_port=redis_port))
         number = len(started)
-        environ = os.environ if real else instead_of(tmp_path / f"services-{number}", **services)
+        environ = os.environ if real else instead_of(tmp_path / f"services-{number}", executed=bool(gpus), **services)
         if gpus:
             environ = nvml.environ(tmp_path, gpus, environ)
         started.append(Up(config, *overrides, output=tmp_path / f"up-{number}.out", environ=environ, stdout=stdout))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.api_server import ApiServer, api_server
+from tests.support.fork_server import TESTS
+from tests.support.light_services import instead_of
 
 ROOT = Path(__file__).parents[3]
 BIN = ROOT / "deploy" / "bin"
@@ -39,6 +42,8 @@ def make(cluster: ApiServer, folder: Path, **more: str) -> subprocess.CompletedP
     config.write_text(CONFIG)
     told = {"PREFIX": "demo", "NAME": "demo", "RELEASE": "demo", "COMPONENTS": " ".join(COMPONENTS)}
     told |= {"CERTIFICATES": "yes", "OWN_SERVER": "yes", "SERVICE_ACCOUNT": str(folder / "account")}
+    forked = instead_of(Path(tempfile.mkdtemp(dir=folder)))  # are the commands that it runs
+    told |= {name: forked[name] for name in ("PYTHONPATH", TESTS)}
     return run(sys.executable, BIN / "make-kubernetes-secrets", config, **(told | cluster.variables | more))
 
 

@@ -48,7 +48,7 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, redis_port=free_port()))
     folder = tmp_path / "runs" / "test"
-    environ = instead_of(tmp_path / "services", **SERVICES)
+    environ = instead_of(tmp_path / "services", executed=True, **SERVICES)
     run = Up(config, output=tmp_path / "up.out", environ=environ)
     try:
         run.wait_for("trainer: ready")

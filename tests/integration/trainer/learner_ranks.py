@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # the rank of the adapter's matrices is odd, so that ranks hold unequal parts of them
 SETTINGS["lora"] = {**SETTINGS["grpo"], "policy": {**POLICY, "lora_cfg": {"enabled": True, "dim": 3}}}
 SETTINGS["episodes"] = {**SETTINGS["grpo"], "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False}}
-STEPS, COUNT = 4, 8
+STEPS, SAVED, COUNT = 3, 1, 8  # a checkpoint after so many of the steps
 TOKEN_COLUMNS = (
     "mask_reasons",
     "policy_logprobs",
@@ -99,14 +99,14 @@ def train(model: Path, teacher: Path, folder: Path, kind: str) -> None:
                 np.savez(folder / f"{kind}{step}.npz", **present)  # type: ignore[arg-type]
         return found
 
-    metrics = steps(learner, range(2))
+    metrics = steps(learner, range(SAVED))
     if dist.get_rank() == 0:
         (folder / kind).mkdir()
     dist.barrier()
     learner.snapshot()(folder / kind)
     dist.barrier()  # all ranks read what each has written
-    metrics += steps(learner, range(2, STEPS))
-    again = steps(Learner(chosen, folder / kind), range(2, STEPS))
+    metrics += steps(learner, range(SAVED, STEPS))
+    again = steps(Learner(chosen, folder / kind), range(SAVED, STEPS))
     weights = {name: tensor.cpu() for name, tensor in learner.policy.weights()}
     out = {"metrics": metrics, "again": again, "probe": learner.probe(ids).tolist(), "version": learner.version}
     (folder / f"{kind}{dist.get_rank()}.json").write_text(json.dumps(out))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from headrace_services.trainer.learning.batch import Batch
 from headrace_services.trainer.learning.learner import Learner
 from headrace_services.trainer.learning.step import train_step
 from tests.integration.trainer.learner_cases import shaken
-from tests.integration.trainer.learner_ranks import SETTINGS, STEPS, run_rank, settings, whole_batch
+from tests.integration.trainer.learner_ranks import SAVED, SETTINGS, STEPS, run_rank, settings, whole_batch
 from tests.support.forks import fork_ranks
 
 # By day the steps of episodes are those of GRPO too, and an adapter's of a frozen model.
@@ -52,15 +53,16 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny_model: Path, teacher: Path, kind: str) -> tuple[Learner, list[dict[str, float]]]:
+def one_rank(tiny_model: Path, teacher: Path, kind: str) -> tuple[Learner, list[Batch], list[dict[str, float]]]:
     learner = Learner(settings(kind, tiny_model, teacher))
-    return learner, [train_step(learner, whole_batch(step, kind)) for step in range(STEPS)]
+    batches = [whole_batch(step, kind) for step in range(STEPS)]
+    return learner, batches, [train_step(learner, batch) for batch in batches]
 
 
 def test_two_ranks_take_the_same_steps_to_the_same_numbers(
-    two_ranks: Path, kind: str, one_rank: tuple[Learner, list[dict[str, float]]]
+    two_ranks: Path, kind: str, one_rank: tuple[Learner, list[Batch], list[dict[str, float]]]
 ) -> None:
-    learner, expected = one_rank
+    learner, _, expected = one_rank
     found = results(two_ranks, kind, 0)
     if kind == "opd":
         assert all(metrics[GAP] < -0.1 for metrics in expected), "the teacher is to differ from the policy"
@@ -73,12 +75,12 @@ def test_two_ranks_take_the_same_steps_to_the_same_numbers(
     np.testing.assert_allclose(found["probe"], learner.probe(np.arange(20, dtype=np.int32)), atol=1e-4)
 
 
-def test_the_columns_of_two_ranks_are_those_of_one(two_ranks: Path, kind: str, tiny_model: Path, teacher: Path) -> None:
+def test_the_columns_of_two_ranks_are_those_of_one(
+    two_ranks: Path, kind: str, one_rank: tuple[Learner, list[Batch], list[dict[str, float]]]
+) -> None:
     """The last step's second rank has no trajectory."""
-    learner = Learner(settings(kind, tiny_model, teacher))
-    for step, metrics in zip(range(STEPS), results(two_ranks, kind, 0)["metrics"], strict=True):
-        found, whole = np.load(two_ranks / f"{kind}{step}.npz"), whole_batch(step, kind)
-        train_step(learner, whole)
+    for step, (whole, metrics) in enumerate(zip(one_rank[1], results(two_ranks, kind, 0)["metrics"], strict=True)):
+        found = np.load(two_ranks / f"{kind}{step}.npz")
         assert np.nansum(found["token_losses"].astype(np.float64)) == pytest.approx(metrics["loss"], abs=1e-6)
         for name in found:
             np.testing.assert_allclose(found[name], getattr(whole, name), rtol=1e-3, atol=2e-5, err_msg=name)
@@ -90,7 +92,7 @@ def test_every_rank_reports_the_same(two_ranks: Path, kind: str) -> None:
 
 def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(two_ranks: Path, kind: str) -> None:
     found = results(two_ranks, kind, 0)
-    assert found["again"] == found["metrics"][2:]
+    assert found["again"] == found["metrics"][SAVED:]
 
 
 def test_a_checkpoint_of_two_ranks_resumes_with_one(
@@ -99,8 +101,8 @@ def test_a_checkpoint_of_two_ranks_resumes_with_one(
     described = json.loads((two_ranks / kind / "policy" / "config.json").read_text())
     assert described["architectures"] == ["Qwen2ForCausalLM"]
     learner = Learner(settings(kind, tiny_model, teacher), two_ranks / kind)
-    assert learner.version == 2
-    for step, theirs in zip(range(2, STEPS), results(two_ranks, kind, 0)["metrics"][2:], strict=True):
+    assert learner.version == SAVED
+    for step, theirs in zip(range(SAVED, STEPS), results(two_ranks, kind, 0)["metrics"][SAVED:], strict=True):
         assert train_step(learner, whole_batch(step, kind)) == pytest.approx(theirs, rel=2e-5, abs=1e-5)
 
 

@@ -14,7 +14,7 @@ from benchmarks.processes import PROCESSES
 from headrace.config import Config
 from headrace_services.trainer.data import Prompts
 from headrace_services.trainer.network.policy_model import load_tokenizer
-from tests.support.light_services import forked
+from tests.support.light_services import instead_of
 from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def test_each_quarter_says_what_every_process_and_file_takes(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", forked(tmp_path / "services")["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", instead_of(tmp_path / "services")["PYTHONPATH"])
     quarters = measure(tmp_path, tiny_model, QUARTERS)
     assert [quarter.steps for quarter in quarters] == sorted({quarter.steps for quarter in quarters})
     assert len(quarters) == QUARTERS
