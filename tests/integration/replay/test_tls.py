@@ -109,7 +109,7 @@ async def test_no_tls_where_the_server_wants_it_is_refused(tls: RedisServer, run
 
 @pytest.mark.parametrize("key", ["ssl_ca_certs", "ssl_certfile"])
 def test_a_certificate_file_that_is_not_there_is_named(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"replay\.redis_url.*No such file.*{key}=/nowhere/x\.pem"):
+    with pytest.raises(ReplayDenied, match=rf"replay\.redis_url.*No such file.*{key}=/nowhere/x\.pem"):
         open_redis(f"rediss://localhost:1/0?{key}=/nowhere/x.pem")
 
 

@@ -95,7 +95,7 @@ def test_it_fails_its_sample_alone(
     assert "in left" in bad.traceback
 
 
-def test_it_fails_the_sample_of_a_plain_method_whose_thread_keeps_its_slot() -> None:
+def test_it_fails_a_plain_methods_sample_whose_thread_keeps_its_slot() -> None:
     ended = threading.Event()
 
     class Mine(Environment):
@@ -156,7 +156,7 @@ def test_what_belongs_to_no_call_is_told_and_ends_nothing(caplog: pytest.LogCapt
     assert "it goes on" in caplog.text
 
 
-def test_a_signals_handler_that_strikes_anywhere_ends_the_process_with_its_line(
+def test_a_signals_handler_ends_the_process_with_its_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     former = signal.signal(signal.SIGALRM, lambda *_: leave(SystemExit(3))())
