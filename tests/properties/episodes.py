@@ -84,6 +84,10 @@ class Episodes(Fleet):
         self.expire()
         return seen
 
+    def versions_held(self) -> set[int]:
+        """Of the weights that can answer the calls of episodes."""
+        return {member.version for id_, member in self.members.items() if self.healthy(id_) and self.may_work(member)}
+
     def lease_episodes(self, runner: str, slots: int, validation_slots: int, seen: list[Lease]) -> list[Lease]:
         self.expire(fills=True)
         name = holder(runner)
@@ -93,12 +97,7 @@ class Episodes(Fleet):
         if member is None or not self.is_alive(name):
             self.refuse(Fenced)
         assert isinstance(seen, list), seen
-        versions = {
-            replica.version
-            for id_, replica in self.members.items()
-            if self.healthy(id_) and (not replica.pulls or replica.version + self.reach >= self.next_step)
-        }
-        if versions:
+        if versions := self.versions_held():
             free = {"train": slots, "validation": validation_slots}
             self.lease_to(Taker(name, member, min(versions), versions, 256, free, "episodes"), seen)
         else:

@@ -356,7 +356,7 @@ class Fleet(Scoring):
         asked, taker.admitted = taker.most, taker.version
         is_apart = self._lease(taker)
         if not taker.kind:
-            taker.member.waits = not is_apart and len(seen) < asked and self._may_wait(taker.member)
+            taker.member.waits = not is_apart and len(seen) < asked and self.may_work(taker.member)
         assert not taker.left, f"{taker.holder} was given {_ids(taker.left)} against admission, memory, slots or order"
         taker.member.together = len(self.held_by(taker.holder))
 
@@ -365,7 +365,7 @@ class Fleet(Scoring):
         waiting = [
             id
             for id, member in self.members.items()
-            if id != taker.holder and member.waits and self.healthy(id) and self._may_wait(member)
+            if id != taker.holder and member.waits and self.healthy(id) and self.may_work(member)
         ]
         if not waiting:
             return taker.most
@@ -378,8 +378,8 @@ class Fleet(Scoring):
         there += min(0 if self.refill else max(0, self.room(taker.admitted)), len(self.queue("train")))
         return min(taker.most, max(0, math.ceil((max(there, 1) + held) / (len(waiting) + 1)) - mine))
 
-    def _may_wait(self, member: Member) -> bool:
-        """Whether a replica that got less than it asked for may still begin work: what one has pulled may be too old."""
+    def may_work(self, member: Member) -> bool:
+        """Whether work may begin under the replica's weights: what one has pulled may be too old."""
         return not member.pulls or member.version + self.reach >= self.next_step
 
     def _lease(self, taker: Taker) -> bool:

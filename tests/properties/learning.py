@@ -20,7 +20,7 @@ class Model(Episodes):
         """The first n that are scored are the group; what else was started is surplus."""
         if len(held.scored) < held.group.n:
             return
-        held.surplus = not held.generated
+        held.surplus, held.cohort = not held.generated, None
         self.meters.trajectories["surplus"] += held.count - held.group.n - len(held.dropped) - len(held.unscored)
         for piece in held.unscored.values():
             self.meters.add("surplus", piece, self.next_step)

@@ -19,9 +19,11 @@ from headrace.replay.bias import MOMENTS, QUANTITIES, Moment, TrajectoryMeter
 from headrace.replay.connection import BufferConnection, open_redis
 from headrace.replay.history import expand_entry
 from headrace.run.group_record import ENDS, GroupRecord, apply_to_run
+from tests.properties import wakes
 from tests.properties.clock import CLOCK, MEMORY, START_MS
 from tests.properties.learning import Model, orders, seen_batch, shape
 from tests.properties.records import Held
+from tests.support.wake_ups import WakeUps
 
 # Client's method -> the model's, where they differ.
 NAMES = {"refuse": "refuse_epoch", "read_ended": "groups_ended"}
@@ -61,6 +63,8 @@ IDEMPOTENT = {
 }
 
 
+# To look at every call would take ten times as long as all else.
+LOOK_EVERY = 11
 # The longest that nobody calls while time passes.
 PACE_MS = 4_000
 
@@ -91,6 +95,14 @@ class Echo(BufferConnection):
 
 
 @dataclasses.dataclass(frozen=True)
+class Look:
+    """One who waits, and found nothing to do before a call."""
+
+    channel: str
+    who: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Delivered:
     """A call that was made: its commands, and when."""
 
@@ -112,10 +124,13 @@ class World:
         self.delivered: list[Delivered] = []
         self.told: dict[str, GroupRecord] = {}  # what the history says of each group
         self.told_until = "-"
+        self.woken = WakeUps(self.client)
+        self.looks = 0
 
     async def open(self, limits: Limits) -> None:
         await self.client.redis.set(CLOCK, START_MS)
         await self.client.redis.delete(MEMORY)
+        await self.woken.open()
         state = await self.client.open_run(limits)
         self.model = Model(limits, START_MS, state.timeline, state.incarnation)
         await self.compare([])
@@ -155,6 +170,7 @@ class World:
     async def call(self, name: str, *args: Any, echo: bool = False) -> Any:
         """The answer, or the refusal, on which both agree. `echo`: the server gets the call twice."""
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
+        look = self._look(name, args)
         now, unlawful = (self.model.timeline, self.model.next_step), self.model.unlawful()
         self.wire.on, self.wire.sent, self.wire.unheard = echo, [], None
         seen = await _outcome(getattr(self.client, name), name, args)
@@ -179,7 +195,26 @@ class World:
         await self._history(seen, now)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
+        await self._compare_wakes(look, name, args)
         return seen
+
+    def _look(self, name: str, args: tuple[Any, ...]) -> Look | None:
+        """Before one call of `LOOK_EVERY`, of one who may wait, in turn, unless it is their call."""
+        self.looks += 1
+        if self.looks % LOOK_EVERY:
+            return None
+        waiters = wakes.waiters(self.model)
+        channel, who = waiters[self.looks // LOOK_EVERY % len(waiters)]
+        if who in wakes.callers(self.model, name, args) or wakes.has_work(self.model, who):
+            return None
+        return Look(channel, who)
+
+    async def _compare_wakes(self, look: Look | None, name: str, args: tuple[Any, ...]) -> None:
+        woken = await self.woken.take()
+        if look is not None and look.channel not in woken:
+            assert not wakes.has_work(self.model, look.who), (
+                f"there is something for {look.who} now, and {look.channel} is not woken by {name}{args}"
+            )
 
     async def deliver_again(self, which: int) -> Any:
         """The very commands of an earlier call arrive once more, however late. Nobody waits for the answer; it is returned where

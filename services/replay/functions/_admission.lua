@@ -34,7 +34,10 @@ local function fits(run, worst)
   while true do
     local bytes = run.bytes + (run.bytes_delta or 0)
     if bytes <= 0 or bytes + worst <= run.max_bytes then return true end
-    if not evict_trained_step(run) then return false end
+    if not evict_trained_step(run) then
+      if run.short ~= 1 then set(run, 'short', 1) end
+      return false
+    end
   end
 end
 

@@ -105,10 +105,16 @@ local function note_progress(run, group)
   redis.call('ZADD', run.base .. 'leases', advance(run, group.key), group.id)
 end
 
--- Memory: `bytes` is the size of the payloads plus what leases may still add.
+-- Memory: `bytes` is the size of the payloads plus what leases may still add. If they become fewer, those wake up for whose groups there
+-- was no room (`short`).
 local function hold(run, group, bytes)
-  run.bytes_delta = (run.bytes_delta or 0) + bytes - (group.held or 0)
+  local more = bytes - (group.held or 0)
+  run.bytes_delta = (run.bytes_delta or 0) + more
   group.held = bytes
+  if more < 0 and run.short == 1 then
+    set(run, 'short', 0)
+    wake(run, 'work')
+  end
 end
 
 -- The keys that hold trajectories for the scorer, each as `<id>:<index>` (_scoring.lua).

@@ -48,11 +48,12 @@
 
 -- The fields that every call reads: words first, then numbers.
 -- build: the one that opened the run (absent: an old one that did not record it); clock, offset: see `tell_time`; full: see _memory.lua;
--- validation: groups of validations before this version are dropped, and can't be added again
+-- validation: groups of validations before this version are dropped, and can't be added again; short: 1 if a group was not leased since
+-- `max_bytes` had no room for it, until some becomes free
 local WORDS = {'timeline', 'incarnation', 'build', 'staleness_policy', 'filter'}
 local NUMBERS = {
   'next_step', 'committed', 'enqueued', 'closed', 'tickets', 'pinned', 'top', 'evicted', 'freed', 'refill', 'bytes', 'due',
-  'clock', 'offset', 'full', 'validation',
+  'clock', 'offset', 'full', 'validation', 'short',
 }
 local FIELDS = {}
 -- While a library loads there are no iterators.

@@ -34,6 +34,8 @@ register('verify', {replica = name, epoch = name, logprobs = list_of(finite, 32 
     if not offer then redis.call('HSET', run.base .. 'members', replica, 'verified') end
     redis.call('HSET', replica_key(run, replica), 'state', 'HEALTHY', 'version', epoch.version, 'timeline', run.timeline, 'reason', '')
     event(run, 'replica', 'replica', replica, 'state', 'HEALTHY', 'version', epoch.version)
+    -- runners may lease what this version answers; the end of an epoch wakes them too, once for all its members
+    if offer and redis.call('EXISTS', run.base .. 'runners') == 1 then wake(run, 'work') end
   elseif not verified then
     local reason = 'log-probabilities of the probe differ by ' .. difference .. ', tolerance ' .. reference.tolerance
       .. (first and ' (first at token ' .. first + 1 .. ')' or '')  -- the first token has no log-probability

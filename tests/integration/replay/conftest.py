@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from headrace.replay import ReplayClient
 from tests.support.redis_servers import buffer_server
+from tests.support.wake_ups import WakeUps
 
 # The oldest server that is supported, and the one that comes with the package.
 HERE = Path(__file__).parent
@@ -38,3 +40,13 @@ def redis_binary(request: pytest.FixtureRequest) -> str | None:
 def redis_url(redis_binary: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with buffer_server(tmp_path_factory.mktemp("replay"), binary=redis_binary) as server:
         yield server.url
+
+
+@pytest.fixture
+async def woken(replay: ReplayClient) -> AsyncIterator[WakeUps]:
+    """Who was woken, from here on."""
+    wake_ups = WakeUps(replay)
+    await wake_ups.open()
+    await wake_ups.take()
+    yield wake_ups
+    await wake_ups.aclose()

@@ -26,6 +26,7 @@ from tests.support.buffer import (
     total,
 )
 from tests.support.waiting import eventually
+from tests.support.wake_ups import WakeUps
 
 
 async def test_law_6_liveness_heartbeats_renew_a_lease(replay: ReplayClient) -> None:
@@ -150,6 +151,22 @@ async def test_law_6_liveness_a_scorer_keeps_what_it_renews(replay: ReplayClient
     assert await replay.renew_scoring([kept, silent]) == [silent]
     assert await replay.redis.zscore(taken, member) > before
     await replay.score(kept, Score("SCORED", 1.0))
+
+
+async def test_law_6_who_lacked_memory_is_woken_once_some_is_free(
+    replay: ReplayClient, limits: Limits, woken: WakeUps
+) -> None:
+    replica = await begin(replay, 20)
+    (lease,) = await replay.lease(replica, 1)
+    await woken.take()
+    await push_all(replay, lease)
+    assert "work" not in await woken.take()  # there was room for all
+    (lease,) = await replay.lease(replica, 1)
+    await tighten(replay, limits, max_bytes=1)
+    assert await replay.lease(await healthy_replica(replay), 1) == []
+    await woken.take()
+    await push_all(replay, lease)
+    assert "work" in await woken.take()
 
 
 async def test_law_6_liveness_leases_wait_for_memory_until_a_checkpoint(replay: ReplayClient, limits: Limits) -> None:

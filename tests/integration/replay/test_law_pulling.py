@@ -22,6 +22,7 @@ from tests.support.buffer import (
     score_all,
     tighten,
 )
+from tests.support.wake_ups import WakeUps
 
 PROBE = [-1.0]
 
@@ -106,6 +107,20 @@ async def test_a_validation_is_written_by_the_weights_that_it_evaluates(replay: 
     assert all(lease.group.lane == "train" for lease in await replay.lease(far, 64))
     assert (await replay.verify(far, await offer(replay, 1), PROBE)).verified
     assert [lease.group.id for lease in await replay.lease(far, 1)] == [held[0].group.id]
+
+
+async def test_law_6_a_runner_is_woken_by_what_a_replica_has_pulled(replay: ReplayClient, woken: WakeUps) -> None:
+    async def pull(version: int) -> set[str]:
+        replica = nonce()
+        await replay.register_puller(replica, {})
+        name = await offer(replay, version)
+        await woken.take()
+        assert (await replay.verify(replica, name, PROBE)).verified
+        return await woken.take()
+
+    assert "work" not in await pull(0)
+    await replay.register_runner(nonce(), {})
+    assert "work" in await pull(1)
 
 
 @pytest.mark.limits(environments={"game": EnvironmentLimits(episodes=True)})

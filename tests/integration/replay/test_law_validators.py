@@ -18,6 +18,7 @@ from tests.support.buffer import (
     rewind,
     score_all,
 )
+from tests.support.wake_ups import WakeUps
 
 ALL = 64  # groups that each replica asks for
 
@@ -54,7 +55,7 @@ async def train(replay: ReplayClient, leases: list[Lease], step: int) -> None:
 
 
 async def test_law_2_a_validator_keeps_the_version_until_all_is_evaluated(
-    replay: ReplayClient, fleet: list[str]
+    replay: ReplayClient, fleet: list[str], woken: WakeUps
 ) -> None:
     first, second, third = fleet
     await validate(replay, 0, [first])
@@ -71,11 +72,9 @@ async def test_law_2_a_validator_keeps_the_version_until_all_is_evaluated(
     for lease in validation:
         await push_all(replay, lease)
     assert (await states(replay))[first] == ("HEALTHY", 0, True)  # the scores are missing
-    async with replay.redis.pubsub() as told:
-        await told.subscribe(f"hr:{{{replay.run_id}}}:wake:work")
-        await told.get_message(timeout=30.0)  # that it is subscribed
-        await score_all(replay)
-        assert await told.get_message(timeout=30.0), "a replica that may train again is woken"
+    await woken.take()
+    await score_all(replay)
+    assert "work" in await woken.take(), "a replica that may train again is woken"
     assert (await states(replay))[first] == ("HEALTHY", 0, False)
     evaluated, _, _ = await replay.read_evaluated(["v0-0", "v0-1"])
     assert {t.newest_version for one in evaluated for t, _ in one.trajectories} == {0}
