@@ -19,12 +19,12 @@ Take = Callable[[Lease, Trajectory], ReplayError | None]
 @dataclasses.dataclass
 class Taker:
     """Who takes groups, and what it still may: `most` groups, and of each lane as many trajectories as it has `slots`. `left` of what it
-    was given, the next first. `weights`: the versions that may write for it."""
+    was given, the next first. `versions`: those that may write for it."""
 
     holder: str
     member: Member
     version: int
-    weights: Set[int]
+    versions: Set[int]
     most: int
     slots: dict[str, float] = dataclasses.field(default_factory=lambda: {"train": math.inf, "validation": math.inf})
     kind: str | None = None
@@ -415,7 +415,7 @@ class Fleet(Scoring):
     def may_write(self, taker: Taker, held: Held) -> bool:
         """Whether the taker's weights may write this group: what a replica has pulled may be too old, or not what is evaluated."""
         if held.lane == "validation":
-            return held.validation in taker.weights
+            return held.validation in taker.versions
         return not taker.member.pulls or taker.version + self.reach >= self.next_step
 
     def _lease_passed(self, taker: Taker, passed: Sequence[Held]) -> bool:

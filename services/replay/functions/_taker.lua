@@ -1,6 +1,6 @@
 -- A `taker`: a member that takes groups, and what a group needs of it.
 --
--- holder (its name in the registry), kind (of the groups that it takes), version (that training goes by), weights (the set of versions that
+-- holder (its name in the registry), kind (of the groups that it takes), version (that training goes by), versions (the set of those that
 -- may write for it: its own, or for a runner those of all replicas), nonce, most (groups that it may still get), slots (trajectories that
 -- it can still start, by lane; a group starts with everything that it misses, or not at all), cohort (whether the groups that it holds, if
 -- any, are suspects), leases (what it got), any_broken (whether any environment's breaker is open), pulls (whether it is a replica that
@@ -16,7 +16,7 @@ end
 -- to be trained on (law 2).
 local function may_write(run, taker, group)
   local version = version_for(taker, group)
-  return taker.weights[version] and (group.lane ~= 'train' or not taker.pulls or may_work_under(run, version))
+  return taker.versions[version] and (group.lane ~= 'train' or not taker.pulls or may_work_under(run, version))
 end
 
 local function lease_token(nonce, number, group)

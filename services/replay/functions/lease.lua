@@ -17,7 +17,7 @@ register('lease', {replica = name, most = positive, number = positive, nonce = n
     end
     return lease_to(run, {
       holder = call.replica, kind = validates(run, call.replica) and 'validators' or nil, version = version,
-      weights = {[version or -1] = true}, nonce = call.nonce, most = math.min(call.most, BATCH), cohort = cohort,
+      versions = {[version] = true}, nonce = call.nonce, most = math.min(call.most, BATCH), cohort = cohort,
       pulls = pulls == '1', slots = {train = math.huge, validation = math.huge}, leases = {},
     })
   end)

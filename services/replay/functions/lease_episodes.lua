@@ -28,10 +28,10 @@ register('lease_episodes', {
   return answer_lease(run, call, holder, function()
     local state, cohort = unpack(redis.call('HMGET', replica_key(run, holder), 'state', 'cohort'))
     if state ~= 'ALIVE' then refuse('HR_FENCED', 'runner ' .. call.runner .. ' is not registered; it must register under a new name') end
-    local weights, version = versions_held(run)
+    local versions, version = versions_held(run)
     if not version then return {timeline = run.timeline, incarnation = run.incarnation, leases = {}} end
     return lease_to(run, {
-      holder = holder, kind = 'episodes', version = version, weights = weights, nonce = call.nonce, most = BATCH, cohort = cohort,
+      holder = holder, kind = 'episodes', version = version, versions = versions, nonce = call.nonce, most = BATCH, cohort = cohort,
       slots = {train = call.slots, validation = call.validation_slots}, leases = {},
     })
   end)
