@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.base.parent import die_with_parent
 from headrace.net.service import EXIT_INTERNAL_ERROR, EXIT_STOPPED
 from headrace_services.trainer import launch
+from tests.support.forks import Forked, fork
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
+
+
+def launch_ranks(*arguments: str) -> None:
+    """`python -m headrace_services.trainer.launch`, as the life of a process."""
+    sys.argv[1:] = arguments
+    runpy.run_module("headrace_services.trainer.launch", run_name="__main__")
+
+
+def launched(ranks: int, script: Path, *options: str, **environ: str) -> Forked:
+    return fork(launch_ranks, str(ranks), *options, str(script), environ=environ)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +40,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path: Path, end
     script.write_text(
         f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {end}\nelif {code}:\n    time.sleep(600)\n"
     )
-    command = [sys.executable, "-m", "headrace_services.trainer.launch", "2", str(script)]
-    assert subprocess.run(command, timeout=240).returncode == code
+    assert launched(2, script).wait(240) == code
 
 
 SAVING = """
@@ -53,16 +61,11 @@ while True:
 """
 
 
-def launched(script: Path, *options: str, **environ: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "headrace_services.trainer.launch", "1", *options, str(script)]
-    return subprocess.Popen(command, env={**os.environ, **environ}, preexec_fn=die_with_parent)
-
-
 def test_ranks_that_are_stopped_have_time_to_save(tmp_path: Path) -> None:
     """By SIGUSR1, which Slurm's srun hands on. The variable says how long torchrun would wait by itself."""
     script = tmp_path / "rank.py"
     script.write_text(SAVING)
-    launcher = launched(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
+    launcher = launched(1, script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="0")
     wait_until((tmp_path / "up-0").exists)
     launcher.send_signal(signal.SIGUSR1)
     wait_until((tmp_path / "told").exists)
@@ -78,7 +81,7 @@ def test_a_launcher_that_loses_its_peers_may_be_started_again(tmp_path: Path) ->
     (tmp_path / "go").touch()
     meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     first, second = (
-        launched(script, *meeting, "--rdzv-conf", f"is_host={host},read_timeout=20", "--local-addr", "127.0.0.1")
+        launched(1, script, *meeting, "--rdzv-conf", f"is_host={host},read_timeout=20", "--local-addr", "127.0.0.1")
         for host in ("true", "false")
     )
     wait_until(lambda: (tmp_path / "up-0").exists() and (tmp_path / "up-1").exists())
