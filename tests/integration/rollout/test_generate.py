@@ -59,7 +59,10 @@ def engine(tiny_model: Path) -> Iterator[Any]:
                 "model_name": str(tiny_model),
                 "precision": "float32",
                 "max_total_sequence_length": CONTEXT,
-                "generation": {"max_new_tokens": 64, "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20}},
+                "generation": {
+                    "max_new_tokens": 64,
+                    "vllm_cfg": {"kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 64},
+                },
             }
         }
     )
@@ -499,11 +502,12 @@ async def test_requests_find_what_was_computed_under_their_salt(engine: Any) -> 
 
 
 async def test_requests_from_outside_wait_for_the_runs_own(engine: Any) -> None:
-    """Six hundred fill the engine, whatever priority they ask for; a request of the run that comes last overtakes those that wait."""
+    """Three times what the engine holds, whatever priority they ask for; a request of the run that comes last overtakes those that wait."""
     slots = SequenceSlots.of(engine)
+    count = 3 * slots.count
     outside, parameters = BehindTraining(engine, slots, lambda: None), sampling_params(Sampling(1.0, 40), 0)
     parameters.ignore_eos = True
-    waiting = set(range(600))
+    waiting = set(range(count))
 
     async def ask(number: int) -> None:
         prompt = {"prompt_token_ids": list(PROMPT)}
@@ -511,11 +515,11 @@ async def test_requests_from_outside_wait_for_the_runs_own(engine: Any) -> None:
             pass
         waiting.discard(number)
 
-    asking = [asyncio.create_task(ask(number)) for number in range(600)]
+    asking = [asyncio.create_task(ask(number)) for number in range(count)]
     async with asyncio.timeout(120):
         while engine.get_num_unfinished_requests() + slots.waiting < len(asking):  # noqa: ASYNC110 - the engine sets no event
             await asyncio.sleep(0)
     async with slots.take():
         await generate(engine, lease(max_new_tokens=8), 0, "replica")
-    assert len(waiting) > 300  # of three batches, it went into the second
+    assert len(waiting) > slots.count  # of three batches, it went into the second
     await asyncio.gather(*asking)
