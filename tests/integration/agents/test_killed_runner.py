@@ -157,14 +157,15 @@ async def scene(
 
 FIRST, SECOND = "e0-train-0", "e0-train-1"
 ALONE, TOGETHER = N, N * GROUPS
-NIGHTLY = pytest.mark.nightly  # test_law_episodes.py proves both without processes
+# by day a runner dies while a grader scores, below; test_law_episodes.py has what the buffer does at each boundary, without processes
+NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scene", "boundary", "starts", "failures"),
     [
-        pytest.param((ALONE, False), "appended", 2, 1, id="between the append of a call and its answer"),
+        pytest.param((ALONE, False), "appended", 2, 1, id="between the append of a call and its answer", marks=NIGHTLY),
         pytest.param((ALONE, False), "unfinished", 2, 1, id="between the last answer and finish", marks=NIGHTLY),
         pytest.param((ALONE, False), "finished", 1, 0, id="behind finish", marks=NIGHTLY),
         pytest.param((TOGETHER, False), "appended", 2, 0, id="with another group", marks=NIGHTLY),
