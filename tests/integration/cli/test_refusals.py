@@ -6,6 +6,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import socketserver
@@ -231,11 +232,10 @@ def test_what_is_named_and_not_there_is_said_before_anything_starts(
         ({}, ["logger.tensorboard_enabled=true"], None),
         ({}, ["logger.tensorboard_enabled=true", "logger.tensorboard.log_dir=/dev/null/a"], "/dev/null is no folder"),
         (
-            {"MLFLOW_TRACKING_URI": "http://me:canary@{}"},
-            ["logger.mlflow_enabled=true"],
-            "warning: logger.mlflow_enabled: http://me:***@",
+            {"MLFLOW_TRACKING_URI": "http://127.0.0.1:1"},
+            ["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=http://me:canary@{}"],
+            r"warning: logger\.mlflow_enabled: http://me:\*\*\*@.*you are not authenticated",
         ),
-        ({}, ["logger.mlflow_enabled=true", "logger.mlflow.tracking_uri=http://{}"], "you are not authenticated"),
     ],
 )
 def test_a_tracker_that_would_get_nothing_is_told_before_the_run(
@@ -267,7 +267,7 @@ def test_a_tracker_that_would_get_nothing_is_told_before_the_run(
     assert done.returncode == 0
     assert "canary" not in done.stdout + done.stderr
     assert (said is None) == ("logger." not in done.stderr)
-    assert said is None or said in done.stderr
+    assert said is None or re.search(said, done.stderr)
 
 
 def test_a_problem_says_in_which_line_it_stands(config: Path) -> None:
