@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # the rank of the adapter's matrices is odd, so that ranks hold unequal parts of them
 SETTINGS["lora"] = {**SETTINGS["grpo"], "policy": {**POLICY, "lora_cfg": {"enabled": True, "dim": 3}}}
 SETTINGS["episodes"] = {**SETTINGS["grpo"], "loss_fn": {**SETTINGS["grpo"]["loss_fn"], "token_level_loss": False}}
-STEPS, SAVED, COUNT = 3, 1, 8  # a checkpoint after so many of the steps
+STEPS, SAVED, COUNT = 2, 1, 8  # a checkpoint after so many of the steps
 TOKEN_COLUMNS = (
     "mask_reasons",
     "policy_logprobs",
