@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -48,7 +49,7 @@ def test_every_port_of_a_run_refuses_who_has_no_credentials(tmp_path: Path) -> N
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path, redis_port=free_port()))
     folder = tmp_path / "runs" / "test"
-    environ = instead_of(tmp_path / "services", executed=True, **SERVICES)
+    environ = instead_of(tmp_path / "services", **SERVICES)
     run = Up(config, output=tmp_path / "up.out", environ=environ)
     try:
         run.wait_for("trainer: ready")
@@ -105,7 +106,10 @@ def ports_of_runner(log: Path) -> tuple[int, int]:
 def not_told(run: Up, folder: Path, tokens: list[str]) -> bool:
     """No token is on a command line, in an environment, in a log or among what `up` said."""
     places = [run.said(), *(path.read_text() for path in (folder / "logs").iterdir())]
-    for pid in [run.process.pid, *run.started()]:
+    processes = [run.process.pid, *run.started()]
+    # a forked one has its command line and environment in the process that it stands for
+    processes += [child.pid for each in processes for child in psutil.Process(each).children()]
+    for pid in processes:
         places += [Path(f"/proc/{pid}/{name}").read_text(errors="replace") for name in ("cmdline", "environ")]
     return not any(token in place for place in places for token in tokens)
 
