@@ -61,7 +61,9 @@ def instead_of(folder: Path, *, executed: bool = False, **services: str) -> dict
         elif services["rollout"] == idle_services.idle_rollout.__name__:
             del kinds["rollout"]  # what it leaves behind is to be in the group that is ended
         (folder / "sitecustomize.py").write_text(_FORKING.format(kinds=kinds))
-        connected("trainer").close()  # its server is to be no child of a process that a test looks at
+        # its server, and that of a real hub's workers, are to be no children of a process that a test looks at
+        for kind in ("trainer", *(() if hasattr(idle_services, services.get("reward", "")) else ("scorer",))):
+            connected(kind).close()
     path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
