@@ -12,6 +12,7 @@ from reasoning_gym.factory import DATASETS
 
 from headrace.base.errors import ConfigError
 from headrace.base.tagged_json import from_json
+from headrace.config import Config
 from headrace.config.data import DataConfig
 from headrace_services.trainer.data.arithmetic import select_held_out, training_pairs
 from headrace_services.trainer.data.problems import load_evaluated, load_problems
@@ -216,3 +217,37 @@ def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
         evaluated(evaluate={"empty": {"data_path": str(tmp_path / "empty.jsonl")}})
     with pytest.raises(ValueError, match=r"evaluate\.mine is null"):
         data(evaluate={"mine": None})
+
+
+GAMES = [{"input": "Play.", "output": str(seed), "seed": seed, "note": note} for seed, note in ((1, 1), (2, 2), (1, 3))]
+
+
+def games(tmp_path: Path, *, public: list[str]) -> tuple[DataConfig, dict[str, Any]]:
+    path = tmp_path / "games.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in GAMES))
+    env = {"game": {"target": "game.py:Game", "episodes": True, "public": public}, "e": {"type": "math"}}
+    source = {"data_path": str(path), "env_name": "game"}
+    return DataConfig.model_validate({"train": source}), Config.model_validate({"env": env}).env
+
+
+@pytest.mark.parametrize(("public", "kept"), [([], [1]), (["seed"], [1, 2]), (["seed", "note"], [1, 2, 1])])
+def test_problems_that_a_program_can_tell_apart_are_not_equal(
+    tmp_path: Path, public: list[str], kept: list[int]
+) -> None:
+    section, env = games(tmp_path, public=public)
+    training, _ = load_problems(section, None, env)
+    assert [problem.extra_env_info["seed"] for problem in training] == kept
+    evaluate = {"games": section.train[0].model_dump(mode="json")}
+    found = load_evaluated(section.model_copy(update={"evaluate": DataConfig(evaluate=evaluate).evaluate}), None, env)
+    assert [problem.extra_env_info["seed"] for problem in found["games"]] == kept
+
+
+def test_a_validated_game_is_not_trained_whatever_scores_it(tmp_path: Path) -> None:
+    section, env = games(tmp_path, public=["seed"])
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(GAMES[1]) + "\n")
+    validated = DataConfig.model_validate(
+        {"train": section.train[0].model_dump(mode="json"), "validation": {"data_path": str(held), "env_name": "e"}}
+    )
+    training, validation = load_problems(validated, None, env)
+    assert [problem.extra_env_info["seed"] for problem in (*training, *validation)] == [1, 2]
