@@ -87,16 +87,35 @@ def _own_problems(
             parts[part].append(_read(source, number, key, env, held_out=part == "validation"))
     wrong.tell()
     validation, train = parts["validation"], list[tuple[_Template, list[Problem]]]()
-    for template, problems in parts["train"]:
+    for template, problems in _tell_apart(parts["train"]):
         kept, held = _split(template, problems)
         validation.append((template, held))
         train.append((template, kept))
     held_out = {template.question(problem) for template, problems in validation for problem in problems}
     training, repeated = _assemble(train, held_out, left_out, once=data.remove_duplicates), Counter[str]()
-    asked = _assemble(validation, set(), repeated, once=data.remove_duplicates)
+    asked = _assemble(_tell_apart(validation), set(), repeated, once=data.remove_duplicates)
     if left_out is not None:
         left_out["duplicates_validation"] = repeated["duplicates"]
     return training, asked
+
+
+def _tell_apart(parts: list[tuple[_Template, list[Problem]]]) -> list[tuple[_Template, list[Problem]]]:
+    """Return the parts with task names of their own. Each task has its own metrics, and data sets of one name (`gsm8k/test.parquet`,
+    `math/test.parquet`) would be one task. They get their folder's name too, or, where that is the same, their number."""
+    parts = [(template, problems) for template, problems in parts if problems]
+    for rename in (_Template.in_its_folder, _Template.numbered):
+        shared = _repeated(problems[0].task_name for _, problems in parts)
+        parts = [
+            (template, [dataclasses.replace(each, task_name=rename(template, each.task_name)) for each in problems])
+            if problems[0].task_name in shared
+            else (template, problems)
+            for template, problems in parts
+        ]
+    return parts
+
+
+def _repeated(names: Iterable[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1}
 
 
 def _split(template: _Template, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
@@ -229,6 +248,15 @@ class _Template:
                     "prompt_file",
                 )
         return cls(source, number, system, prompt, tuple(sorted(named - {"", "0"})), _public(env))
+
+    def in_its_folder(self, task: str) -> str:
+        """Return the name of the source's task with that of the folder in which it is, if it comes from a path."""
+        path = self.source.data_path
+        return task if path is None else f"{Path(path).absolute().parent.name}-{task}"
+
+    def numbered(self, task: str) -> str:
+        """Return the name of the source's task with its number in the configuration."""
+        return f"{task}-{self.number}"
 
     def question(self, problem: Problem) -> str:
         """Return the text that identifies the problem among others."""

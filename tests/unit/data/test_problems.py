@@ -251,3 +251,25 @@ def test_a_validated_game_is_not_trained_whatever_scores_it(tmp_path: Path) -> N
     )
     training, validation = load_problems(validated, None, env)
     assert [problem.extra_env_info["seed"] for problem in (*training, *validation)] == [1, 2]
+
+
+def test_data_sets_of_one_name_are_tasks_of_their_own(tmp_path: Path) -> None:
+    """Each task has its own metrics; those of `gsm8k/test.jsonl` and `math/test.jsonl` would be one."""
+    for number, folder in enumerate(("gsm8k", "math", "other")):
+        (tmp_path / folder).mkdir()
+        name = "gsm8k-test" if folder == "other" else "test"
+        (tmp_path / folder / f"{name}.jsonl").write_text(f'{{"input": "{number}+1", "output": "{number + 1}"}}\n')
+    paths = ("gsm8k/test", "math/test", "other/gsm8k-test", "math/test")
+    files = [{"data_path": str(tmp_path / f"{path}.jsonl")} for path in paths]
+    sums = [{"dataset_name": "arithmetic", "size": 1, "task_config": {"digits": digits}} for digits in (3, 4)]
+    section = data(train=[*files, *sums], remove_duplicates=False)
+    tasks = [problem.task_name for problem in load_problems(section)[0]]
+    assert tasks == ["gsm8k-test-0", "math-test-1", "gsm8k-test-2", "math-test-3", "arithmetic-4", "arithmetic-5"]
+    two = data(train=files[:1], validation=files[1:3])
+    training, validation = load_problems(two)
+    assert [problem.task_name for problem in (*training, *validation)] == ["test", "test", "gsm8k-test"]
+    held = data(train=[{**each, "split_validation_size": 0.9} for each in files[:2]])
+    with pytest.raises(ConfigError, match="no problem to train on"):
+        load_problems(held)
+    _, both = load_problems(data(train=sums[0], validation=files[:2]))
+    assert [problem.task_name for problem in both] == ["gsm8k-test", "math-test"]
