@@ -225,6 +225,7 @@ def _nearly(value: float) -> st.SearchStrategy[list[float]]:
 
 @given(st.lists(st.floats(-1e38, 1e38), min_size=1, max_size=20) | st.floats(-1e38, 1e38).flatmap(_nearly))
 @example([1.0000001637525064, 1.000000163758683])
+@example([*(0.1 * step for step in range(19)), 1e9])  # far beyond the others: at the edge
 def test_every_value_lies_within_the_frame(values: list[float]) -> None:
     page = render([line(step, reward=value) for step, value in enumerate(values)], "run")
     frame = FRAME.search(page)
