@@ -9,6 +9,7 @@ import sys
 # what each replica does in place of its work, in a fork of what has imported it
 EACH = """
 import atexit, os, signal, sys
+from headrace.base.parent import die_with_parent
 from headrace.config import Config
 from headrace_services.rollout import main
 
@@ -18,6 +19,7 @@ class Stopped:
 
 for code in sys.argv[1:]:
     if not os.fork():
+        die_with_parent(signal.SIGKILL)
         os.dup2(1, 2)
         atexit.register(print, "taken apart")
         exec(f"def run(config):\\n{code}")
