@@ -105,7 +105,7 @@ test: style
 	$(MAKE) -j2 types tests
 
 test-all: style
-	$(MAKE) -j2 types tests TESTS='--nightly -o hang_s=7200 $(TESTS)'
+	$(MAKE) -j2 types tests TESTS='--nightly -o faulthandler_timeout=7200 $(TESTS)'
 	$(MAKE) chaos
 
 chaos: $(STAMP)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
-import faulthandler
 import fcntl
 import functools
 import hashlib
@@ -13,8 +12,6 @@ import inspect
 import os
 import secrets
 import shutil
-import sys
-import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
@@ -41,7 +38,6 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 SEED = "HEADRACE_TEST_SEED"
 UNIT = Path(__file__).parent / "unit"  # these need Python packages only
 WARM_UP_BATCH = 64
-RESET_S = 10.0  # how often `_Hangs` begins anew
 # Their own process imports it, for which it takes seconds of a core.
 IMPORT_VLLM = {
     "tests/integration/rollout/test_chat_format.py",
@@ -88,7 +84,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         help="calls of the buffer that tests/properties makes; messages that tests/fuzz sends to each function, method and route",
     )
-    parser.addini("hang_s", "a test that takes longer ends its process, which xdist starts again")
     parser.addoption(
         "--no-shrink", action="store_true", help="tests/properties: end at the first failure as it was found"
     )
@@ -99,8 +94,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: only `make test-all` runs it (`--nightly`)")
     config.addinivalue_line("markers", "limits: what is different in the limits of the test's run")
     settings.load_profile("night" if config.getoption("nightly") else "day")
-    if not config.getoption("numprocesses", None):  # this one runs tests
-        config.pluginmanager.register(_Hangs(float(config.getini("hang_s"))))
     if hasattr(config, "workerinput"):  # one of the processes that share the tests
         config.option.hypothesis_seed = config.workerinput["hypothesis_seed"]
         return
@@ -218,24 +211,6 @@ def pytest_runtest_makereport(
 def pytest_collection() -> Iterator[None]:
     with importing():
         return (yield)
-
-
-class _Hangs:
-    """Ends a process, with its traces, in which no test has begun for so long: one hangs that its own limit can't end. pytest's
-    `faulthandler_timeout` does so with a thread for each test, which takes a core as long as most tests do."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._told = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)  # not what pytest captures
-        self._set_at = 0.0
-
-    def pytest_runtest_logstart(self) -> None:
-        if time.monotonic() - self._set_at > RESET_S:
-            faulthandler.dump_traceback_later(self._limit_s, file=self._told, exit=True)
-            self._set_at = time.monotonic()
-
-    def pytest_sessionfinish(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
 
 
 class _Failures:
