@@ -76,6 +76,7 @@ local function set_stale(run, id, reason)
   if redis.call('HGET', replica_key(run, id), 'state') == 'HEALTHY' then
     redis.call('HSET', replica_key(run, id), 'state', 'STALE', 'reason', words(reason))
     event(run, 'replica', 'replica', id, 'state', 'STALE', 'reason', words(reason))
+    wake(run, 'work')  -- its share is for others
   end
 end
 
