@@ -68,7 +68,6 @@ local function set_state(run, epoch, state)
   epoch.state = state
   redis.call('HSET', run.base .. 'epoch', 'state', state)
   event(run, 'epoch', 'epoch', epoch.id, 'version', epoch.version, 'state', state)
-  wake(run, 'epoch')
   wake(run, 'work')
 end
 
