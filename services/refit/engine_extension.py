@@ -40,7 +40,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
 
-from .channel import Channel, ClosedChannels, GroupRank
+from .channel import Channel, Channels, GroupRank
 from .manifest import ADAPTER, Manifest
 from .proof import AdapterProof, WeightProof
 from .receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted, WatchedStates
@@ -67,18 +67,17 @@ class WeightChannelEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTra
         # Each reload logs "failed to load weights" for layers without their own weights (a tied head, rotary tables). The proof shows
         # whether all weights were loaded.
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        self._channel: Channel | None = None
-        self._closed = ClosedChannels()
+        self._channels = Channels()
 
     def join(self, place: dict[str, Any], timeout_s: float) -> None:
         """Join a group. `place` is that of the replica's first worker (`Rendezvous.place`)."""
-        self.shutdown()
-        self._closed.check()
+        self._channels.close()
+        self._channels.check()
         device = torch.device("cpu" if place["backend"] == "gloo" else self.device)
         own = GroupRank(**{**place, "rank": place["rank"] + self.parallel_config.rank}, device=device)
         # With VLLM_BATCH_INVARIANT, vLLM sets NCCL variables for its own groups. All ranks of a group must agree on them.
         with unpinned_nccl_env(), _interrupting():
-            self._channel = Channel.follow(own, time.monotonic() + timeout_s)
+            self._channels.use(Channel.follow(own, time.monotonic() + timeout_s))
 
     def _do_nothing(self, *_: Any) -> None:
         """Stand for vLLM's own calls: see the class."""
@@ -180,9 +179,7 @@ class WeightChannelEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTra
                 module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        if self._channel is not None:
-            self._closed.add(self._channel)
-            self._channel = None
+        self._channels.close()
 
     @contextlib.contextmanager
     def _without_adapter(self) -> Iterator[None]:
@@ -214,9 +211,9 @@ class WeightChannelEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTra
 
     def _receive(self, manifest: Manifest, deadline: float) -> Buckets:
         """Yield the tensors of a broadcast, a bucket at a time."""
-        if self._channel is None:
+        if self._channels.open is None:
             raise WeightChannelError("this worker has not joined a group; the trainer must form one")
-        buckets = receive(self._channel, manifest, deadline)
+        buckets = receive(self._channels.open, manifest, deadline)
         try:
             while True:
                 with _interrupting():
