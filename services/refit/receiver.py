@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTENSION = "headrace_services.refit.engine_extension.WeightChannelExtension"
-BACKEND = "headrace"
 # vLLM's id of the only adapter that an engine has
 ADAPTER_ID = 1
 # These kernels for experts on a GPU compute with the parameters as they are loaded. vLLM's others use a copy in their own layout.
@@ -78,14 +77,12 @@ def engine_arguments() -> dict[str, Any]:
     weights from new requests. By priority, the probe overtakes waiting requests (`SequenceSlots` keeps a slot free for it), and the run's
     own requests those of the HTTP API.
     """
-    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
     on_gpu = {} if current_platform.is_cpu() else {"moe_backend": MOE_BACKEND}
     return {
         **on_gpu,
         "worker_extension_cls": EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
     }
