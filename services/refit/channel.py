@@ -472,16 +472,12 @@ class Channel:
 
 
 class Channels:
-    """The channels of a process. At most one is `open`; `newest` is that one, or the last one that was. Those that were closed are kept
-    while their last calls still run on their threads."""
+    """The channels of a process. At most one is `open`. Those that were closed are kept while their last calls still run on their
+    threads."""
 
     def __init__(self) -> None:
         self.open: Channel | None = None
-        self.newest: Channel | None = None
         self._closed: list[Channel] = []
-
-    def use(self, channel: Channel) -> None:
-        self.open = self.newest = channel
 
     def close(self) -> None:
         """Close the open channel, if there is one."""

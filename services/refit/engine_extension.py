@@ -116,7 +116,7 @@ class WeightChannelExtension:
         # With VLLM_BATCH_INVARIANT, vLLM sets NCCL variables for its own groups. All ranks of a group must agree on them.
         with unpinned_nccl_env(), _interrupting():
             own = GroupRank(**{**place, "rank": rank}, device=device)
-            self._channels.use(Channel.follow(own, time.monotonic() + timeout_s))
+            self._channels.open = Channel.follow(own, time.monotonic() + timeout_s)
 
     @returning_failure
     def receive_weights(

@@ -64,12 +64,6 @@ class TransferInterrupted(WeightChannelError):
     """Raised when the collective failed through no fault of this replica, which may take part in the next one."""
 
 
-def keeps_stale_kv(config: Config) -> bool:
-    """Return whether running requests keep the KV cache of older weights after a refit."""
-    asynchrony = config.algorithm.asynchrony
-    return asynchrony.in_flight_weight_updates and not asynchrony.recompute_kv_cache_after_weight_updates
-
-
 def engine_arguments() -> dict[str, Any]:
     """Return the `AsyncEngineArgs` that the weight channel needs.
 
@@ -141,7 +135,11 @@ class WeightReceiver:
         self._engine = engine
         self._replay = replay
         self._replica = replica
-        self._clear_cache = not keeps_stale_kv(config)
+        asynchrony = config.algorithm.asynchrony
+        # else running requests keep the KV cache of older weights after a refit
+        self._clear_cache = (
+            not asynchrony.in_flight_weight_updates or asynchrony.recompute_kv_cache_after_weight_updates
+        )
         self._cache_salt = secrets.token_hex(8)
         self._group: str | None = None
         # durations of the parts of the last `take_part`, in order

@@ -31,7 +31,6 @@ from headrace.base.errors import (
     InvalidCall,
     ReplayUnavailable,
     ServiceError,
-    WeightChannelAborted,
     WeightChannelError,
     WeightChannelTimeout,
     WrongTimeline,
@@ -104,11 +103,11 @@ class _AttemptOutcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share. The last six fields grow from attempt to attempt.
+    """The state that the attempts at one refit share. `seconds` and what follows it grow from attempt to attempt.
 
     `silent` are members that did not report within the deadline whether they had completed it. `late` are those that seem to have held up a
     transfer that did not end in time, and take no further part. `source` is `whole` or the `adapter`, as the members of the attempt need
-    it, and `manifest` is of that.
+    it, and `manifest` is of that. `channel` is the one to the attempt's group; None if it has got none.
     """
 
     version: int
@@ -121,6 +120,7 @@ class _Refit:
     probe_logprobs: Float32
     tolerance: Differences
     states: StateReference | None
+    channel: Channel | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     verified: set[str] = dataclasses.field(default_factory=set)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -243,6 +243,7 @@ class WeightSender:
     async def _attempt(self, refit: _Refit) -> tuple[Epoch, _AttemptOutcome]:
         """Run one epoch from its announcement to its end. Returns its final state and the outcome."""
         self._channels.check()
+        refit.channel = None
         epoch = await self._announce(refit)
         if not epoch.acknowledged:
             with _server_lost(epoch.id):
@@ -269,9 +270,8 @@ class WeightSender:
             ended = await self._replay.end_epoch(
                 epoch.id, aborted=failure is not None or outcome is _AttemptOutcome.INTERRUPTED
             )
-        self._note_outcome(
-            ended, rendezvous, failure, is_explained=outcome is not _AttemptOutcome.INTERRUPTED or bool(late)
-        )
+        is_explained = outcome is not _AttemptOutcome.INTERRUPTED or bool(late)
+        self._note_outcome(ended, rendezvous.backend, refit.channel, failure, is_explained=is_explained)
         if adapter is None:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.verified.update(ended.verified)
@@ -363,33 +363,33 @@ class WeightSender:
         self._said = how
 
     def _note_outcome(
-        self, ended: Epoch, rendezvous: Rendezvous, failure: WeightChannelError | None, *, is_explained: bool
+        self,
+        ended: Epoch,
+        backend: Backend,
+        channel: Channel | None,
+        failure: WeightChannelError | None,
+        *,
+        is_explained: bool,
     ) -> None:
         """Note what became of an attempt's backend. `failure` is why the weights were not sent; None if they were. `is_explained`: if the
         weights did not reach all, it is known why."""
-        channel = self._find_channel(ended, rendezvous)
         if is_explained:
             if ended.verified:
-                self._backends.note_success(rendezvous.backend)
+                self._backends.note_success(backend)
         elif membership.at_fault(ended):
             return  # the backend is not the cause
         elif channel is not None and channel.gathered:
             said = [ended.refused[member] for member in ended.interrupted if member in ended.refused]
             reasons = dict.fromkeys([*([str(failure)] if failure else []), *said])
             missed = set(ended.members).difference(ended.verified)  # the others won't be asked again
-            self._backends.note_failure(rendezvous.backend, missed, "; ".join(reasons), formed=channel.formed)
-
-    def _find_channel(self, epoch: Epoch, rendezvous: Rendezvous) -> Channel | None:
-        """Return the channel to the group of an attempt, or None if the attempt got none."""
-        channel, group = self._channels.newest, rendezvous.derive_group(epoch.members)
-        return channel if channel is not None and channel.membership.group_id == group else None
+            self._backends.note_failure(backend, missed, "; ".join(reasons), formed=channel.formed)
 
     async def _judge_failure(
         self, failure: WeightChannelError, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit
     ) -> tuple[_AttemptOutcome, dict[str, str]]:
         """Return the outcome of an attempt whose weights were not sent, and the members that held it up beyond its deadline, with the
         reason."""
-        channel = self._find_channel(epoch, rendezvous)
+        channel = refit.channel
         if not isinstance(failure, WeightChannelTimeout) or channel is None or not channel.formed:
             return _AttemptOutcome.INTERRUPTED, {}
         try:
@@ -445,15 +445,18 @@ class WeightSender:
         """Run on a thread: open a channel to the group unless one is open, then send."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a new thread's device is 0
-        group = rendezvous.derive_group(members)
-        if self._channels.open is None or group != self._channels.open.membership.group_id:
+
+        def keep(channel: Channel) -> None:
+            self._channels.open = refit.channel = channel
+
+        channel = self._channels.open
+        if channel is not None and channel.membership.group_id == rendezvous.derive_group(members):
+            refit.channel = channel
+        else:
             self._channels.close()
             place = GroupRank(**rendezvous.place(0, members), device=self._device(rendezvous.backend))
-            Channel.lead(place, self._meeting, deadline, self._channels.use)
+            channel = Channel.lead(place, self._meeting, deadline, keep)
             self._members = members
-        channel = self._channels.open
-        if channel is None:
-            raise WeightChannelAborted("the transfer was abandoned")
         send(channel, refit.manifest, refit.source, deadline)
 
     async def _await_proofs(self, epoch: Epoch, refit: _Refit) -> _AttemptOutcome:

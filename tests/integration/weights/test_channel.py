@@ -299,7 +299,7 @@ def test_a_closed_group_frees_its_buckets(fleet: Fleet) -> None:
         send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
         fleet.peers[-1].expect("received")
         buckets += [weakref.ref(bucket) for bucket in channel._buffers]
-        channels.use(channel)
+        channels.open = channel
         channels.close()
         assert channel.join(PATIENCE_S)
     gc.collect()

@@ -85,7 +85,7 @@ def test_a_peer_that_never_comes_is_given_up_and_leaves_no_thread(group: Group) 
     assert channel.join(PATIENCE_S)
     assert group.aborted.is_set()
     channels = Channels()
-    channels.use(channel)
+    channels.open = channel
     channels.close()
     channels.check()
 
@@ -93,7 +93,7 @@ def test_a_peer_that_never_comes_is_given_up_and_leaves_no_thread(group: Group) 
 def test_an_abort_that_blocks_holds_nobody_up(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     group.connects = True
     channel, channels = lead(0.5), Channels()  # which would wait for ever if the abort were waited for
-    channels.use(channel)
+    channels.open = channel
     channels.close()
     channels.check()  # it still has time
     monkeypatch.setattr(channel, "_over_by", time.monotonic())
@@ -108,7 +108,7 @@ async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatc
     group.connects = True
     monkeypatch.setattr("headrace_services.refit.channel.ABORT_S", 0.0)
     sender = WeightSender(Config(), SimpleNamespace())  # type: ignore[arg-type]
-    sender._channels.use(await asyncio.to_thread(lead, 0.5))
+    sender._channels.open = await asyncio.to_thread(lead, 0.5)
     sender._channels.close()  # on the event loop
     source = SimpleNamespace(metadata=lambda: [("a", "float32", (1,))])
     with pytest.raises(Restartable, match="only a new process"):
@@ -123,7 +123,7 @@ def test_a_group_that_never_connected_holds_no_device(
     monkeypatch.setattr("headrace_services.refit.channel.ABORT_S", 0.0)
     group.failure = failure
     channel, channels = lead(0.5), Channels()
-    channels.use(channel)
+    channels.open = channel
     channels.close()
     channels.check()
     group.let_go.set()
@@ -135,12 +135,12 @@ def test_a_group_that_was_not_aborted_ends_the_process(group: Group, caplog: pyt
     group.connects, group.failure = True, RuntimeError("NCCL timeout in: NCCLUtils.cpp")
     group.let_go.set()
     channel, channels = lead(0.5), Channels()
-    channels.use(channel)
+    channels.open = channel
     channels.close()
     assert channel.join(PATIENCE_S)
     assert "could not be aborted" in caplog.text
     store = RendezvousStore("127.0.0.1", 0)
-    channels.use(Channel(place(store), store.connect()))  # another does not make it forgotten
+    channels.open = Channel(place(store), store.connect())  # another does not make it forgotten
     channels.close()
     with pytest.raises(Restartable, match=r"group g.*aborted.*NCCL timeout"):
         channels.check()
