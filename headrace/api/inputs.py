@@ -19,6 +19,7 @@ from typing import Any
 from headrace.base.errors import ConfigError
 from headrace.base.files import atomic_write, cannot_write
 from headrace.base.python_names import global_names
+from headrace.env.environment import describe_error
 
 REWARD, DATA = "reward.py", "train"
 _REMEDY = "define or import it inside, or write both into a file and give `env.NAME.target=FILE.py:NAME`"
@@ -110,7 +111,14 @@ def write_data(data: Any, folder: Path) -> Path:
         import io
 
         buffer = io.BytesIO()
-        data.to_parquet(buffer, **({"index": False} if hasattr(data, "iloc") else {}))
+        try:
+            data.to_parquet(buffer, **({"index": False} if hasattr(data, "iloc") else {}))
+        except ImportError:
+            raise
+        except Exception as error:  # pyarrow's, of any type
+            raise ConfigError(
+                f"data can't be written as Parquet ({describe_error(error)}); give each column values of one type, and text as its name"
+            ) from error
         path, content = folder / f"{DATA}.parquet", buffer.getvalue()
     else:
         path, content = folder / f"{DATA}.jsonl", "".join(_json_lines(data)).encode()

@@ -19,7 +19,7 @@ from headrace.api import inputs
 from headrace.base.errors import CodecError, ConfigError, ServiceError
 from headrace.base.files import cannot_write, is_locked
 from headrace.cli.common import say
-from headrace.config import Config, load
+from headrace.config import load
 from headrace.config.data import GENERATED, DataSourceConfig
 from headrace.config.yaml_text import dump_value
 from headrace.launch import runs
@@ -28,6 +28,7 @@ from headrace.run.folder import INPUTS, SAVED
 from headrace.run.history import RUN_LOCK
 
 LOG = "up.log"  # in the run's folder: what `headrace up` said
+_LOCK = ".start.lock"  # there, too: held until `headrace up` has begun
 _POLL_S = 0.1
 
 
@@ -38,28 +39,33 @@ def start(
     `ServiceError` as `headrace up` does; nothing of a run that has never started is left then."""
     given = list(to_overrides(overrides))
     known = load(file, [*given, *_of_inputs(reward, data, Path(INPUTS))])
-    run_id = known.run.id or _new_id(known, file)
-    folder = (Path(known.run.dir) / run_id).absolute()
-    is_new = not folder.exists()
-    if is_locked(folder / RUN_LOCK):
-        raise ServiceError(f"run {run_id} is already up; headrace.Run({str(folder)!r}) follows it")
+    with contextlib.ExitStack() as held:
+        run_id = known.run.id or held.enter_context(
+            runs.new_folder(Path(known.run.dir), file.stem, datetime.datetime.now())
+        )
+        folder = (Path(known.run.dir) / run_id).absolute()
+        is_new = known.run.id is None or not folder.exists()
+        follow = f"headrace.Run({str(folder)!r}) follows it"
+        if is_locked(folder / RUN_LOCK):
+            raise ServiceError(f"run {run_id} is already up; {follow}")
+        # two starts of one run must not write each other's inputs, nor take the other's `headrace up` for their own
+        _make(folder)
+        held.enter_context(runs.held(folder / _LOCK, f"run {run_id} is being started", follow))
+        try:
+            given += _of_inputs(reward, data, folder / INPUTS, write=True)
+            given += [] if known.run.id else [f"run.id={run_id}"]
+            runs.prepare(file, given)
+            return folder, _start(folder, file, given)
+        finally:
+            if is_new and not (folder / SAVED).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(folder: Path) -> None:
     try:
-        given += _of_inputs(reward, data, folder / INPUTS, write=True)
-        given += [] if known.run.id else [f"run.id={run_id}"]
-        runs.prepare(file, given)
-        return folder, _start(folder, file, given)
-    finally:
-        if is_new and not (folder / SAVED).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _new_id(config: Config, file: Path) -> str:
-    first = run_id = runs.new_id(file.stem, datetime.datetime.now())
-    number = 1
-    while (Path(config.run.dir) / run_id).exists():  # another run was started in this second
-        number += 1
-        run_id = f"{first}-{number}"
-    return run_id
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def _of_inputs(reward: inputs.Reward | None, data: Any, folder: Path, *, write: bool = False) -> list[str]:
@@ -97,7 +103,6 @@ def to_overrides(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 def _start(folder: Path, file: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
     log = folder / LOG
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         output = log.open("ab")
     except OSError as error:
         raise cannot_write(log, error) from error
@@ -111,13 +116,16 @@ def _start(folder: Path, file: Path, overrides: list[str]) -> subprocess.Popen[b
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def said() -> str:
+        return log.read_bytes()[said_before:].decode(errors="replace")
+
     try:
-        while not _has_started(folder, begun):
-            if process.poll() is not None and not _has_started(folder, begun):
-                said = log.read_bytes()[said_before:].decode(errors="replace")
+        while not _has_started(folder, begun, said()):
+            if process.poll() is not None and not _has_started(folder, begun, said()):
                 if process.returncode:
-                    raise ServiceError(inputs.name_arguments(_error(said), folder / INPUTS))
-                say(Console(), said.strip(), keep="\n")  # nothing is left to train
+                    raise ServiceError(inputs.name_arguments(_error(said()), folder / INPUTS))
+                say(Console(), said().strip(), keep="\n")  # nothing is left to train
                 break
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
@@ -127,10 +135,11 @@ def _start(folder: Path, file: Path, overrides: list[str]) -> subprocess.Popen[b
     return process
 
 
-def _has_started(folder: Path, begun: float) -> bool:
+def _has_started(folder: Path, begun: float, said: str) -> bool:
+    """Whether the run is up since `begun`, by the `headrace up` that has `said` this: another one may have been faster."""
     with contextlib.suppress(CodecError):  # of an earlier start: this one overwrites it
         record = history.read_record(folder)
-        return record is not None and record.since >= begun
+        return record is not None and record.since >= begun and f"run {folder.name} in " in said
     return False
 
 

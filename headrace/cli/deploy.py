@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import sys
 import textwrap
@@ -77,11 +78,12 @@ def run_by_ssh(
     on the first host. With run.id=NAME of an earlier run, continue it.
     """
     loaded = load(config, overrides or ())
-    if loaded.run.id is None:
-        run_id = runs.new_id(config.stem, datetime.datetime.now())
-        loaded = load(config, [*(overrides or ()), f"run.id={run_id}"])
-    refuse_given(loaded)
-    code = asyncio.run(_run_by_ssh(loaded, parse_hosts(hosts), python, folder or str(Path.cwd())))
+    with contextlib.ExitStack() as own:
+        if loaded.run.id is None:
+            run_id = own.enter_context(runs.new_folder(Path(loaded.run.dir), config.stem, datetime.datetime.now()))
+            loaded = load(config, [*(overrides or ()), f"run.id={run_id}"])
+        refuse_given(loaded)
+        code = asyncio.run(_run_by_ssh(loaded, parse_hosts(hosts), python, folder or str(Path.cwd())))
     raise typer.Exit(code)
 
 

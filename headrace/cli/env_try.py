@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,13 +67,15 @@ def try_(
         if config is None and found.run is None:
             config = folder / "config.yaml"
             config.write_text("{}\n", encoding="utf-8")  # all defaults
-        made = evaluation(config, found, environment, asked, samples, overrides or ())
-        check(made)
-        try:
-            read_prompts(made)  # before anything starts
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(str(asked), str(prompts))) from error
-        evaluate.ask(made, found)
+        given, place = evaluate.configuration(found, config, overrides or ())
+        with evaluate.new_folder(place, found) as own:
+            made = evaluation(given, found, environment, asked, samples, overrides or (), own)
+            check(made)
+            try:
+                read_prompts(made)  # before anything starts
+            except ConfigError as error:
+                raise ConfigError(str(error).replace(str(asked), str(prompts))) from error
+            evaluate.ask(made, found)
     files = SampleFiles.of(made)
     groups = by_group(files.samples("val", 0))
     facts = [*summary(groups), *failures(files.read("val_failed", 0))]
@@ -133,15 +134,15 @@ def _first(prompts: Path, count: int) -> str:
 
 
 def evaluation(
-    config: Path | None,
+    given: Config,
     found: weights.NamedModel,
     environment: EnvConfig,
     prompts: Path,
     samples: int,
     overrides: Sequence[str],
+    folder: Path,
 ) -> Config:
-    """Return the configuration of a run that asks these prompts, with this environment alone. Raises `ConfigError`."""
-    given, place = evaluate.configuration(found, config, overrides)
+    """Return the configuration of a run in `folder` that asks these prompts, with this environment alone. Raises `ConfigError`."""
     sets = evaluate.data_sets([str(prompts)], given, overrides)
     alone = given.change(data={"train": [], "validation": []}).model_copy(update={"env": {_NAME: environment}})
     if found.run is not None:  # the run's own credentials have no token for this environment
@@ -152,8 +153,7 @@ def evaluation(
         {name: {**(source or {}), "env_name": _NAME} for name, source in sets.items()},
         samples=samples,
         temperature=given.policy.generation.temperature,  # as in training
-        place=place,
-        now=datetime.datetime.now(),
+        folder=folder,
     )
     evaluate.refuse_ignored(overrides, alone, made)
     return made

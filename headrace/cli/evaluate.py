@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -92,18 +93,12 @@ def evaluate(
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--json {output}: the folder {output.absolute().parent} does not exist")
     asked, place = configuration(found, config, overrides or ())
-    evaluation = evaluation_config(
-        asked,
-        found,
-        data_sets(data or [OWN[0]], asked, overrides or ()),
-        samples=samples,
-        temperature=temperature,
-        place=place,
-        now=datetime.datetime.now(),
-    )
-    refuse_ignored(overrides or (), asked, evaluation)
-    check(evaluation)
-    ask(evaluation, found)
+    named = data_sets(data or [OWN[0]], asked, overrides or ())
+    with new_folder(place, found) as folder:
+        evaluation = evaluation_config(asked, found, named, samples=samples, temperature=temperature, folder=folder)
+        refuse_ignored(overrides or (), asked, evaluation)
+        check(evaluation)
+        ask(evaluation, found)
     files = SampleFiles.of(evaluation)
     reports = report(files.read("val", 0), files.read("val_failed", 0), threshold)
     results = {
@@ -140,6 +135,13 @@ def configuration(found: NamedModel, given: Path | None, overrides: Sequence[str
         )
     config = load(given, overrides)
     return config, Path(config.run.dir) / FOLDER
+
+
+@contextlib.contextmanager
+def new_folder(place: Path, found: NamedModel) -> Iterator[Path]:
+    """Make a folder for an evaluation under `place`, and yield it. If it is empty at the end, it is removed."""
+    with runs.new_folder(place, found.name.rpartition("/")[2], datetime.datetime.now()) as run_id:
+        yield place / run_id
 
 
 # -- what to ask
@@ -208,8 +210,7 @@ def evaluation_config(
     *,
     samples: int,
     temperature: float | None,
-    place: Path,
-    now: datetime.datetime,
+    folder: Path,
 ) -> Config:
     """Return the configuration of the run that asks these data sets. It has the model, sampling, environments and deadlines of `config`. It
     trains nothing, has its own buffer, and uses this machine alone. Raises `ConfigError`."""
@@ -220,7 +221,7 @@ def evaluation_config(
     if temperature is not None:
         generation["val_temperature"] = temperature
     values = {
-        "run": given["run"] | {"id": runs.new_id(found.name.rpartition("/")[2], now), "dir": str(place)},
+        "run": given["run"] | {"id": folder.name, "dir": str(folder.parent)},
         "grpo": {
             "seed": config.algorithm.seed,
             "val_num_generations_per_prompt": samples,

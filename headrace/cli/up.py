@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +19,7 @@ from headrace.cli.common import ConfigArgument, Overrides
 from headrace.cli.config import age_bound
 from headrace.cli.display import RunConsole, closing_table, failures, open_display
 from headrace.config import Config
+from headrace.config.loading import Loaded
 from headrace.launch import device_plan, preflight, runs
 from headrace.launch.entry_points import load_entry_point
 from headrace.launch.pipeline import Pipeline, StoppedBySignal, check, list_pages, settle
@@ -44,6 +47,15 @@ def up(
     given = [*(overrides or ()), *([] if rollouts is None else [f"rollout.replicas={rollouts}"])]
     examined = preflight.examine(config, given)
     common.check_engine("up")
+    with contextlib.ExitStack() as folder:
+        if examined.config.run.id is None:
+            made = runs.new_folder(Path(examined.config.run.dir), config.stem, datetime.datetime.now())
+            given.append(f"run.id={folder.enter_context(made)}")
+        _up(config, given, examined, elsewhere)
+
+
+def _up(config: Path, given: Sequence[str], examined: Loaded, elsewhere: int) -> None:
+    """Do what `up` does, with what it has examined. `given` has the id of the run."""
     with preflight.hiding(examined.config) as hide:
         fetch_newest(examined.config)
         # before the preflight: a changed key that is fixed is reported itself, not as a problem with the data

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import difflib
 import fcntl
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,29 @@ def new_id(name: str, now: datetime.datetime) -> str:
     return f"{plain(name).lstrip('._-')[:48] or 'run'}-{now:%Y%m%d-%H%M%S}"
 
 
+@contextlib.contextmanager
+def new_folder(runs: Path, name: str, now: datetime.datetime) -> Iterator[str]:
+    """Make the folder of a new run under `runs`, and yield the run's id: `new_id`, with a number if another run has that one. Starts come
+    within one second of each other where a script makes them. If nothing is in the folder at the end, it is removed."""
+    first, is_first = new_id(name, now), not runs.exists()
+    for number in itertools.count(1):
+        run_id = first if number == 1 else f"{first}-{number}"
+        try:
+            (runs / run_id).mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise cannot_write(runs, error) from error
+        break
+    try:
+        yield run_id
+    finally:
+        with contextlib.suppress(OSError):  # it isn't empty, or is gone
+            (runs / run_id).rmdir()
+            if is_first:
+                runs.rmdir()
+
+
 def plain(name: str) -> str:
     """Return the name without characters that the ids of runs and data sets may not have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
@@ -48,6 +72,7 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     Raises `ConfigError` with the differences if a fixed key has changed.
     """
     config = load(config_file, overrides)
+    assert config.run.id is not None  # the caller has chosen one (`new_folder`)
     here = config_file.resolve().parent
     own = (
         config_file.name == SAVED
@@ -56,9 +81,6 @@ def prepare(config_file: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     )
     if own and here.name != config.run.id:
         raise _renamed(here, config)
-    if config.run.id is None:
-        run_id = new_id(config_file.stem, datetime.datetime.now())
-        return with_credentials(load(config_file, [*overrides, f"run.id={run_id}"])), []
     config = with_credentials(_with_own_credentials(config))
     saved = config.run_folder / SAVED
     if not saved.exists():

@@ -69,9 +69,14 @@ class RewardModelOnDevice:
         self._device = torch.device(device)
         # Mistral's own tokenizer, which may be beside it, has no chat template, and takes no conversation that ends with an answer
         self._tokenizer = AutoTokenizer.from_pretrained(env.model_name, mistral_format=False)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            env.model_name, dtype=getattr(torch, env.precision), use_safetensors=True
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            env.model_name, dtype=getattr(torch, env.precision), use_safetensors=True, output_loading_info=True
         )
+        if missing := sorted(found["missing_keys"]):  # transformers draws them at random, and so would be the rewards
+            raise ValueError(
+                f"{type(model).__name__} has {len(missing)} weights that its files lack: {', '.join(missing[:3])}; give a model that was "
+                "saved with its head"
+            )
         if model.config.num_labels != 1:
             raise ValueError(
                 f"it has {model.config.num_labels} labels, but a reward is one number; give a model with one label"

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.base.errors import ConfigError, Problems
 from headrace.config.data import DataConfig, DataSourceConfig
-from headrace.config.environments import EnvConfig
+from headrace.config.environments import EnvConfig, EpisodicConfig
 from headrace.records.trajectory import Message
 
 from .faults import BadRow, Faults
@@ -34,10 +34,10 @@ def load_problems(
     """Return the training problems and the validation problems. `env` are the run's environments, some of which have tasks. `left_out`
     counts the problems removed: `duplicates` and `held_out` ones, which validation has, from training; `duplicates_validation`.
 
-    Two problems are equal if their messages, their keys and the fields named by their prompt files are, whatever else prompt files and
-    system prompts contain. Only the first of equal problems is kept (unless `remove_duplicates` is false). A validation problem is never in
-    training. Raises `ConfigError` with everything that is wrong with the sources, their files and their rows, or if nothing is left to
-    train on.
+    Two problems are equal if their messages, their keys, the fields named by their prompt files and those that programs get
+    (`env.<name>.public`) are, whatever else prompt files and system prompts contain. Only the first of equal problems is kept (unless
+    `remove_duplicates` is false). A validation problem is never in training. Raises `ConfigError` with everything that is wrong with the
+    sources, their files and their rows, or if nothing is left to train on.
     """
     training, validation = _own_problems(data, env, left_out)
     if not training:
@@ -87,16 +87,35 @@ def _own_problems(
             parts[part].append(_read(source, number, key, env, held_out=part == "validation"))
     wrong.tell()
     validation, train = parts["validation"], list[tuple[_Template, list[Problem]]]()
-    for template, problems in parts["train"]:
+    for template, problems in _tell_apart(parts["train"]):
         kept, held = _split(template, problems)
         validation.append((template, held))
         train.append((template, kept))
     held_out = {template.question(problem) for template, problems in validation for problem in problems}
     training, repeated = _assemble(train, held_out, left_out, once=data.remove_duplicates), Counter[str]()
-    asked = _assemble(validation, set(), repeated, once=data.remove_duplicates)
+    asked = _assemble(_tell_apart(validation), set(), repeated, once=data.remove_duplicates)
     if left_out is not None:
         left_out["duplicates_validation"] = repeated["duplicates"]
     return training, asked
+
+
+def _tell_apart(parts: list[tuple[_Template, list[Problem]]]) -> list[tuple[_Template, list[Problem]]]:
+    """Return the parts with task names of their own. Each task has its own metrics, and data sets of one name (`gsm8k/test.parquet`,
+    `math/test.parquet`) would be one task. They get their folder's name too, or, where that is the same, their number."""
+    parts = [(template, problems) for template, problems in parts if problems]
+    for rename in (_Template.in_its_folder, _Template.numbered):
+        shared = _repeated(problems[0].task_name for _, problems in parts)
+        parts = [
+            (template, [dataclasses.replace(each, task_name=rename(template, each.task_name)) for each in problems])
+            if problems[0].task_name in shared
+            else (template, problems)
+            for template, problems in parts
+        ]
+    return parts
+
+
+def _repeated(names: Iterable[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1}
 
 
 def _split(template: _Template, problems: list[Problem]) -> tuple[list[Problem], list[Problem]]:
@@ -136,7 +155,7 @@ def _find_faults(source: DataSourceConfig, number: int, key: str, held_out: bool
     """Yield the key at fault and what is wrong with a source."""
     faults = make_faults(source, key)
     try:
-        template = _Template.of(source, number)
+        template = _Template.of(source, number, _NO_ENV)
         if source.dataset_name in ("reasoning_gym", "verifiers") or on_the_hub(source):
             return
         problems = _usable(template, key, _NO_ENV, faults, held_out=held_out)
@@ -167,7 +186,7 @@ def _read(
     source: DataSourceConfig, number: int, key: str, env: Mapping[str, EnvConfig], *, held_out: bool
 ) -> tuple[_Template, list[Problem]]:
     """Return the problems of a source, and its template. Raises `ConfigError` with everything that is wrong with its rows."""
-    template, faults, wrong = _Template.of(source, number), make_faults(source, key), Problems()
+    template, faults, wrong = _Template.of(source, number, env), make_faults(source, key), Problems()
     problems: list[Problem] = []
     with wrong.gathered():
         problems.extend(_usable(template, key, env, faults, held_out=held_out))
@@ -202,16 +221,17 @@ def _assemble(
 @dataclasses.dataclass(frozen=True)
 class _Template:
     """The text that a data set adds to each of its problems: a system prompt, and the text of `prompt_file`, with `{}` for the problem and
-    `{name}` for each of the environment's `fields`."""
+    `{name}` for each of the environment's `fields`. `public` are the fields that programs of the run get."""
 
     source: DataSourceConfig
     number: int
     system: str | None
     prompt: str | None
     fields: tuple[str, ...]
+    public: tuple[str, ...]
 
     @classmethod
-    def of(cls, source: DataSourceConfig, number: int) -> _Template:
+    def of(cls, source: DataSourceConfig, number: int, env: Mapping[str, EnvConfig]) -> _Template:
         system, prompt, named = source.system_prompt, None, set[str]()
         if source.system_prompt_file is not None:
             system = _text(source.system_prompt_file, "system_prompt_file")
@@ -227,13 +247,24 @@ class _Template:
                     f"prompt_file {source.prompt_file}: it has no place for the problem; write {{}} where the problem goes",
                     "prompt_file",
                 )
-        return cls(source, number, system, prompt, tuple(sorted(named - {"", "0"})))
+        return cls(source, number, system, prompt, tuple(sorted(named - {"", "0"})), _public(env))
+
+    def in_its_folder(self, task: str) -> str:
+        """Return the name of the source's task with that of the folder in which it is, if it comes from a path."""
+        path = self.source.data_path
+        return task if path is None else f"{Path(path).absolute().parent.name}-{task}"
+
+    def numbered(self, task: str) -> str:
+        """Return the name of the source's task with its number in the configuration."""
+        return f"{task}-{self.number}"
 
     def question(self, problem: Problem) -> str:
         """Return the text that identifies the problem among others."""
         asked: Any = problem.messages
         if problem.key:
             asked = [asked, problem.key]
+        elif self.public:
+            asked = [asked, *(problem.extra_env_info.get(name) for name in self.public)]
         if self.fields:
             asked = [asked, *(problem.extra_env_info.get(name) for name in self.fields)]
         return json.dumps(asked, sort_keys=True)
@@ -259,6 +290,13 @@ class _Template:
         if self.system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)
         return dataclasses.replace(problem, messages=messages, source=self.number)
+
+
+def _public(env: Mapping[str, EnvConfig]) -> tuple[str, ...]:
+    """Return the fields of problems that any program of the run gets: of the same problem, data sets for different environments say the
+    same."""
+    programs = (each for each in env.values() if isinstance(each, EpisodicConfig))
+    return tuple(sorted({name for each in programs for name in each.public}))
 
 
 def _text(path: str, key: str) -> str:

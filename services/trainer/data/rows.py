@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import mimetypes
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from .faults import BadRow, Faults
 
 # Where verl has the expected answer of a row.
 VERL_TRUTH = "reward_model.ground_truth"
+# Fields in which data sets have what is shown beside the text of a problem.
+_MEDIA = {f"{kind}{plural}" for kind in ("image", "video", "audio") for plural in ("", "s")}
 # Characters. A longer line is not a line of prompts, and would fill the memory.
 _LONGEST_LINE = 64 << 20
 
@@ -73,6 +76,33 @@ def find_columns(row: Mapping[str, Any], input_key: str, output_key: str | None)
     if no_answer:
         output_key = VERL_TRUTH if whose == VERL else None
     return Columns("prompt", output_key, whose)
+
+
+def check_text(row: Mapping[str, Any], for_environment: Collection[str]) -> None:
+    """Raise `BadRow` for a row that has images, videos or sound beside its text: the policy would never see them. The fields
+    `for_environment` are not asked."""
+    for name in _MEDIA - {*for_environment}:
+        if _is_media(row.get(name)):
+            kind = f"field {name!r} holds what the policy would never see: it reads text only"
+            raise BadRow(
+                f"{kind}. Choose a data set of text; or name the field in info_keys if it is for the environment alone, or leave it out "
+                "in a processor",
+                kind,
+            )
+
+
+def _is_media(value: Any) -> bool:
+    match value:
+        case None | bool() | int() | float():
+            return False
+        case str():  # a file or an address; others name other things, such as the image of a container
+            kind, _ = mimetypes.guess_type(value)
+            return value.startswith("data:") or (kind or "").partition("/")[0] in ("image", "video", "audio")
+        case Mapping():
+            return any(_is_media(item) for item in value.values())
+        case list() | tuple():
+            return any(map(_is_media, value))
+    return True  # bytes, and what a data set of the Hub decodes
 
 
 def check_carried(fields: dict[str, Any]) -> None:

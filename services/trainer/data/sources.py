@@ -242,6 +242,7 @@ def _processor(source: DataSourceConfig, key: str) -> Callable[[dict[str, Any]],
 
 def _make_from_row(row: dict[str, Any], columns: rows.Columns, source: DataSourceConfig, task_name: str) -> Problem:
     """Make the problem of a row. Raises `BadRow`."""
+    rows.check_text(row, source.info_keys or ())
     question, info, answer = _field(row, columns.question, "input_key"), dict(row), None
     if columns.whose is None or not isinstance(question, str):
         info.pop(columns.question, None)  # a text that stays tells a reward function of TRL's to expect texts
@@ -339,6 +340,7 @@ def _read_hub(source: DataSourceConfig, key: str, faults: Faults) -> Iterator[tu
 
 def _make_from_hub_row(row: Mapping[str, Any], known: HubDataset, source: DataSourceConfig, task_name: str) -> Problem:
     """Make the problem of a row. The environment gets the answer, and what `info_keys` names. Raises `BadRow`."""
+    rows.check_text(row, source.info_keys or ())
     info = {name: _field(row, name, "info_keys") for name in source.info_keys or ()}
     if known.shape is not None:
         row = known.shape(row)

@@ -22,7 +22,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,17 @@ def load_model(
     the meta device, for `PlacedModel` to fill. Errors name `key`, the configuration key that gave the name, and `what`, the kind of model
     that it should be.
 
-    Raises `ServiceError` if it can't be loaded, if its configuration lacks the key of an override, or if its context is shorter than
-    `policy.max_total_sequence_length`.
+    Raises `ServiceError` if it can't be loaded, if its files lack a weight, if its configuration lacks the key of an override, or if its
+    context is shorter than `policy.max_total_sequence_length`.
     """
     if several_ranks():
         model = load_on_meta(auto, key, name, what, overrides)
     else:
         with _loading(key, name, what):
-            model = auto.from_pretrained(name, dtype=torch.float32, **_settings(name, overrides))
+            model, found = auto.from_pretrained(
+                name, dtype=torch.float32, output_loading_info=True, **_settings(name, overrides)
+            )
+        refuse_missing(name, model, [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])])
     text = model.config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None and config.policy.max_total_sequence_length > context:
@@ -394,12 +397,18 @@ def fill(model: Any, device: torch.device) -> None:
             type(model)._finalize_model_loading(model, settings, info)
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise ServiceError(f"{name!r}: its weights can't be read into {type(model).__name__} ({error})") from error
-    if missing := sorted({*info.missing_keys, *(key for key, *_ in info.mismatched_keys)}):
+    refuse_missing(name, model, [*info.missing_keys, *(key for key, *_ in info.mismatched_keys)])
+    model.eval()
+
+
+def refuse_missing(name: str, model: Any, keys: Iterable[str]) -> None:
+    """Raise `ServiceError` if there are `keys`: weights of `model` that the files of `name` lack. transformers draws them at random."""
+    if missing := sorted({*keys}):
         raise ServiceError(
             f"{name!r}: {type(model).__name__} has {len(missing)} weights that its files lack, or have in another shape: "
-            f"{', '.join(missing[:3])}; with several ranks they are not initialized instead"
+            f"{', '.join(missing[:3])}; they would be random numbers. Save the model again with all of them under these names, or correct "
+            "its config.json (tie_word_embeddings, architectures)"
         )
-    model.eval()
 
 
 def _check_experts(model: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.cli import weights
 from headrace.cli.env_try import _first, evaluation, summary
+from headrace.cli.evaluate import configuration, new_folder
 from headrace.config import load
 from headrace.launch import runs
 from headrace.launch.served_file import environment_at
@@ -95,7 +96,10 @@ def test_a_checkpoint_is_tried_as_the_run_samples_in_training(tmp_path: Path, ti
     config.write_text(json.dumps(values))
     run = runs.save(load(config, environ={})).parent
     found = weights.find(f"{run}@0")
-    made = evaluation(None, found, environment_at(str(file)), prompts, 8, [])
+    given, place = configuration(found, None, [])
+    with new_folder(place, found) as folder:
+        made = evaluation(given, found, environment_at(str(file)), prompts, 8, [], folder)
+    assert not folder.exists()
     assert made.policy.generation.val_temperature == 0.8
     assert made.policy.generation.max_new_tokens == 4
     assert made.run_folder.parent == run / "evals"

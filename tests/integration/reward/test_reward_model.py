@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from headrace import Sample
@@ -66,6 +67,15 @@ def test_a_reward_is_transformers_whatever_else_is_in_the_batch(directory: Path)
     assert len({round(value, 3) for value in expected}) == len(expected)
     found = on_device(directory).rewards([conversation(completion) for completion in completions])
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_model_without_its_head_gives_no_rewards(tmp_path: Path) -> None:
+    """transformers would draw the head at random, and so the rewards."""
+    weights = load_file(make_reward_model(tmp_path) / "model.safetensors")
+    weights["v_head.weight"] = weights.pop("score.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lack.*score\.weight"):
+        on_device(tmp_path)
 
 
 def test_no_completion_can_end_its_turn(directory: Path) -> None:

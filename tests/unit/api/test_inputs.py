@@ -143,6 +143,7 @@ def test_a_run_keeps_the_rows_that_it_has(tmp_path: Path) -> None:
         ([{"input": "a"}, "b"], r"data\[1\]"),
         ([{"input": math.nan}], r"data\[0\]"),
         ([{"input": b"a"}], r"data\[0\]"),
+        (pandas.DataFrame({"input": ["1+1", 2]}), "Parquet.*input"),
     ],
 )
 def test_rows_that_can_not_be_written_are_named(tmp_path: Path, data: Any, told: str) -> None:

@@ -46,13 +46,14 @@ def config() -> Config:
 
 
 def made(config: Config, tmp_path: Path, **changes: Any) -> Config:
-    arguments: dict[str, Any] = {"samples": 4, "temperature": None, "place": tmp_path / "evals", "now": AT} | changes
+    arguments: dict[str, Any] = {"samples": 4, "temperature": None, "folder": tmp_path / "evals" / "adder-3"}
+    arguments |= changes
     return evaluation_config(config, NamedModel("adder@3", str(tmp_path)), {"validation": None}, **arguments)
 
 
 def test_the_run_that_evaluates_is_the_one_that_trained_but_local(config: Config, tmp_path: Path) -> None:
     evaluation = made(config, tmp_path, temperature=0.5)
-    assert evaluation.run_folder == tmp_path / "evals" / "adder-3-20260102-030405"
+    assert evaluation.run_folder == tmp_path / "evals" / "adder-3"
     assert (evaluation.policy.model_name, evaluation.max_num_steps, evaluation.ppo) == (str(tmp_path), 0, None)
     algorithm = evaluation.algorithm
     assert (algorithm.seed, algorithm.val_num_generations_per_prompt, algorithm.val_at_end) == (7, 4, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import shutil
 import socket
@@ -39,6 +40,22 @@ def test_an_id_comes_from_the_file_and_the_time(name: str, stem: str) -> None:
     run_id = runs.new_id(Path(name).stem, AT)
     assert run_id == f"{stem}-20260102-030405"
     assert Config.model_validate({"run": {"id": run_id}}).run.id == run_id
+
+
+def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    def new() -> contextlib.AbstractContextManager[str]:
+        return runs.new_folder(tmp_path / "runs", "adder", AT)
+
+    with new() as first, new() as second:
+        assert (first, second) == ("adder-20260102-030405", "adder-20260102-030405-2")
+        (tmp_path / "runs" / second / "something").touch()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [second]
+    with runs.new_folder(tmp_path / "evals", "adder", AT):
+        pass
+    assert not (tmp_path / "evals").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ServiceError, match="file"), runs.new_folder(tmp_path / "file", "adder", AT):
+        pass
 
 
 def test_a_run_goes_on_with_what_may_change(tmp_path: Path) -> None:

@@ -297,6 +297,35 @@ def test_a_column_that_can_not_be_carried_is_named(tmp_path: Path, row: dict[str
     assert named in str(refused.value)
 
 
+@pytest.mark.parametrize("keys", [{}, {"input_key": "q", "output_key": "a", "info_keys": ["level"]}])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("images", ["a.png"]),
+        ("images", [{"image": "file:///a.jpg"}]),
+        ("image", "data:image/png;base64,iVBO"),
+        ("videos", ["https://example.com/a.mp4"]),
+        ("audio", {"path": "a.wav", "bytes": None}),
+    ],
+)
+def test_what_is_shown_beside_the_text_is_never_left_out(
+    tmp_path: Path, keys: dict[str, Any], field: str, value: Any
+) -> None:
+    row = {"prompt": "What is in <image>?", "q": "What is in <image>?", "a": "cat", "level": 1, field: value}
+    path = write(tmp_path, "rows.jsonl", [row])
+    with pytest.raises(ConfigError, match=f"rows.jsonl:1: field '{field}'.*info_keys"):
+        read(path, **keys)
+    (problem,) = read(path, input_key="q", output_key="a", info_keys=[field])
+    assert problem.extra_env_info[field] == value
+
+
+@pytest.mark.parametrize("value", [None, [], "", "python:3.11-slim", ["registry.example/tasks/7"], 3])
+def test_a_field_of_that_name_without_a_picture_is_as_any(tmp_path: Path, value: Any) -> None:
+    for field in ("image", "images"):
+        (problem,) = read(write(tmp_path, "rows.jsonl", [{"prompt": "2+2", field: value}]))
+        assert problem.extra_env_info[field] == value
+
+
 def test_config_check_says_what_was_recognised(tmp_path: Path) -> None:
     def said(name: str, rows: Sequence[Any]) -> list[str]:
         path = str(write(tmp_path, name, rows))

@@ -12,6 +12,7 @@ from reasoning_gym.factory import DATASETS
 
 from headrace.base.errors import ConfigError
 from headrace.base.tagged_json import from_json
+from headrace.config import Config
 from headrace.config.data import DataConfig
 from headrace_services.trainer.data.arithmetic import select_held_out, training_pairs
 from headrace_services.trainer.data.problems import load_evaluated, load_problems
@@ -216,3 +217,59 @@ def test_an_evaluation_of_nothing_is_refused(tmp_path: Path) -> None:
         evaluated(evaluate={"empty": {"data_path": str(tmp_path / "empty.jsonl")}})
     with pytest.raises(ValueError, match=r"evaluate\.mine is null"):
         data(evaluate={"mine": None})
+
+
+GAMES = [{"input": "Play.", "output": str(seed), "seed": seed, "note": note} for seed, note in ((1, 1), (2, 2), (1, 3))]
+
+
+def games(tmp_path: Path, *, public: list[str]) -> tuple[DataConfig, dict[str, Any]]:
+    path = tmp_path / "games.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in GAMES))
+    env = {"game": {"target": "game.py:Game", "episodes": True, "public": public}, "e": {"type": "math"}}
+    source = {"data_path": str(path), "env_name": "game"}
+    return DataConfig.model_validate({"train": source}), Config.model_validate({"env": env}).env
+
+
+@pytest.mark.parametrize(("public", "kept"), [([], [1]), (["seed"], [1, 2]), (["seed", "note"], [1, 2, 1])])
+def test_problems_that_a_program_can_tell_apart_are_not_equal(
+    tmp_path: Path, public: list[str], kept: list[int]
+) -> None:
+    section, env = games(tmp_path, public=public)
+    training, _ = load_problems(section, None, env)
+    assert [problem.extra_env_info["seed"] for problem in training] == kept
+    evaluate = {"games": section.train[0].model_dump(mode="json")}
+    found = load_evaluated(section.model_copy(update={"evaluate": DataConfig(evaluate=evaluate).evaluate}), None, env)
+    assert [problem.extra_env_info["seed"] for problem in found["games"]] == kept
+
+
+def test_a_validated_game_is_not_trained_whatever_scores_it(tmp_path: Path) -> None:
+    section, env = games(tmp_path, public=["seed"])
+    held = tmp_path / "held.jsonl"
+    held.write_text(json.dumps(GAMES[1]) + "\n")
+    validated = DataConfig.model_validate(
+        {"train": section.train[0].model_dump(mode="json"), "validation": {"data_path": str(held), "env_name": "e"}}
+    )
+    training, validation = load_problems(validated, None, env)
+    assert [problem.extra_env_info["seed"] for problem in (*training, *validation)] == [1, 2]
+
+
+def test_data_sets_of_one_name_are_tasks_of_their_own(tmp_path: Path) -> None:
+    """Each task has its own metrics; those of `gsm8k/test.jsonl` and `math/test.jsonl` would be one."""
+    for number, folder in enumerate(("gsm8k", "math", "other")):
+        (tmp_path / folder).mkdir()
+        name = "gsm8k-test" if folder == "other" else "test"
+        (tmp_path / folder / f"{name}.jsonl").write_text(f'{{"input": "{number}+1", "output": "{number + 1}"}}\n')
+    paths = ("gsm8k/test", "math/test", "other/gsm8k-test", "math/test")
+    files = [{"data_path": str(tmp_path / f"{path}.jsonl")} for path in paths]
+    sums = [{"dataset_name": "arithmetic", "size": 1, "task_config": {"digits": digits}} for digits in (3, 4)]
+    section = data(train=[*files, *sums], remove_duplicates=False)
+    tasks = [problem.task_name for problem in load_problems(section)[0]]
+    assert tasks == ["gsm8k-test-0", "math-test-1", "gsm8k-test-2", "math-test-3", "arithmetic-4", "arithmetic-5"]
+    two = data(train=files[:1], validation=files[1:3])
+    training, validation = load_problems(two)
+    assert [problem.task_name for problem in (*training, *validation)] == ["test", "test", "gsm8k-test"]
+    held = data(train=[{**each, "split_validation_size": 0.9} for each in files[:2]])
+    with pytest.raises(ConfigError, match="no problem to train on"):
+        load_problems(held)
+    _, both = load_problems(data(train=sums[0], validation=files[:2]))
+    assert [problem.task_name for problem in both] == ["gsm8k-test", "math-test"]
