@@ -17,13 +17,13 @@ from headrace_services.refit.engine_extension import WeightChannelExtension
 class BareReload(WeightChannelExtension):
     def bare_reload(self, folder: str) -> float:
         """Seconds of a reload of the checkpoint's weights."""
-        engine = self.weight_transfer_engine
-        weights = _weights(folder, engine.model_config.dtype)
+        model, model_config = self.get_model(), self.vllm_config.model_config
+        weights = _weights(folder, model_config.dtype)
         started = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(engine.model)
-            engine.model.load_weights(weights.items())
-            finalize_layerwise_reload(engine.model, engine.model_config)
+            initialize_layerwise_reload(model)
+            model.load_weights(weights.items())
+            finalize_layerwise_reload(model, model_config)
         return time.perf_counter() - started
 
 

@@ -57,11 +57,27 @@ class ServiceError(HeadraceError):
     """Raised when a service can't start or continue (busy port, wrong model path, too little memory, …)."""
 
 
+class Unavailable(ServiceError):
+    """Raised when something around a service (a file, a disk, a port, a store) can't be used now. The same start may succeed later."""
+
+
+class UnusableFile(ConfigError, Unavailable):
+    """Raised when a file that the configuration names holds something else than it should: it may be half written."""
+
+
+def is_outage(error: BaseException | None) -> bool:
+    """Whether an error comes from what is around a service, not from its configuration: it is `Unavailable`, or its cause is an error of
+    the operating system, about a file, a disk or a connection."""
+    while error is not None and not isinstance(error, OSError | Unavailable):
+        error = error.__cause__
+    return error is not None
+
+
 class StoppedByAlarm(ServiceError):
     """Raised when an alarm that `run.stop_on` names has ended the run."""
 
 
-class PortTaken(ServiceError):
+class PortTaken(Unavailable):
     """Raised when another process has the port of a server that can't be given a socket, only a port's number."""
 
 

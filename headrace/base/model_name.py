@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.base.addresses import url_through_proxy
 from headrace.base.backoff import pause_after
-from headrace.base.errors import ServiceError
+from headrace.base.errors import ServiceError, Unavailable
 from headrace.base.model_files import problem_of_model
 
 log = logging.getLogger(__name__)
@@ -57,12 +57,12 @@ class _Kind:
         path = Path(name)
         if path.is_dir():
             if not any((path / file).is_file() for file in self.files):
-                raise ServiceError(f"{key}: {name} has no {' or '.join(self.files)}; {self.remedy}")
+                raise Unavailable(f"{key}: {name} has no {' or '.join(self.files)}; {self.remedy}")
             if (problem := problem_of_model(path)) is not None:
-                raise ServiceError(f"{key}: {problem}")
+                raise Unavailable(f"{key}: {problem}")
             return True
         if is_no_hub_name(name):
-            raise ServiceError(f"{key}: the directory {name} does not exist; {self.remedy}")
+            raise Unavailable(f"{key}: the directory {name} does not exist; {self.remedy}")
         return False
 
     def _is_cached(self, name: str) -> bool:

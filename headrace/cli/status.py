@@ -57,8 +57,8 @@ def status(
             raise ReplayUnavailable("no process of the run is alive")
         found = asyncio.run(_read(buffer_url(loaded, "reader"), loaded.run.id))
         state, replicas, runners, meters, newest, environments, reasons = found
-    except (ReplayUnavailable, ReplayDenied) as error:
-        if waits := _buffer_waits(loaded):
+    except (ReplayUnavailable, ReplayDenied, ConfigError) as error:
+        if waits := _service_waits(loaded):
             raise ReplayUnavailable(f"the run waits for {'; for '.join(waits)}") from error
         if run is None:
             raise
@@ -70,7 +70,7 @@ def status(
     loaded = loaded.change(run={"id": state.run_id})
     lines = [
         *failures(state, reasons, loaded.run_folder),
-        *(("waits for", wait) for wait in _buffer_waits(loaded)),
+        *(("waits for", wait) for wait in _service_waits(loaded)),
         *waits_for(environments),
         *progress(newest, loaded.log_folder),
         *_time_left(newest, loaded.max_num_steps - state.next_step),
@@ -133,14 +133,17 @@ async def _read(
         return state, replicas, await client.runners(), await client.bias(), newest, environments, reasons
 
 
-def _buffer_waits(config: Config) -> list[str]:
-    """Return for what, and why, the services wait that need the buffer's server: what the replay service says, if it can be asked, and
-    what `headrace up` has noted of those that were restarted meanwhile."""
+def _service_waits(config: Config) -> list[str]:
+    """Return for what, and why, services wait: what the replay service says of the buffer's server, if it can be asked, and what
+    `headrace up` has noted of those that were restarted meanwhile."""
     record = history.read_record(config.run_folder) if is_locked(config.run_folder / history.RUN_LOCK) else None
     noted = [] if record is None else record.waits
     if config.security.credentials is None:
         return noted
-    status, answer = asyncio.run(ask_ready(config, config.replay.host, config.replay.port))
+    try:
+        status, answer = asyncio.run(ask_ready(config, config.replay.host, config.replay.port))
+    except ConfigError:  # a file with which to ask can't be read
+        return noted
     reason = parse_reason(answer) if status == 503 else ""
     return [*([f"the buffer's server: {reason}"] if reason else []), *noted]
 

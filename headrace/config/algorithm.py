@@ -181,7 +181,8 @@ class AlgorithmConfig(Section):
     )
     stop_at_validation_threshold: MayChange[float | None] = Field(None, description="for stop_at_validation_metric")
     use_dynamic_sampling: Fixed[bool] = Field(
-        False, description="filter groups whose scaled rewards are all equal, and train on others in their place"
+        False,
+        description="filter groups whose scaled rewards are all equal but for rounding, and train on others in their place",
     )
     dynamic_sampling_max_gen_batches: MayChange[int] = Field(
         10,

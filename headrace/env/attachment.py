@@ -22,7 +22,7 @@ import grpc
 
 from headrace.base.addresses import target_is_local
 from headrace.base.backoff import pause_after
-from headrace.base.errors import CodecError, ConfigError, ServiceError
+from headrace.base.errors import CodecError, ConfigError, ServiceError, is_outage
 from headrace.env import slots
 from headrace.env.environment import Environment
 from headrace.env.episode import EpisodeOutcome
@@ -86,6 +86,7 @@ class Attachment:
         self._process_id = secrets.token_hex(16)
         self._began = time.monotonic()
         self._stream: _Stream | None = None  # set while attached
+        self._admitted = False  # the hub has accepted it once
         self._trouble = "connecting"
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -159,8 +160,12 @@ class Attachment:
                 trouble = "the hub ended the stream"
             except grpc.aio.AioRpcError as error:
                 trouble = f"{error.code().name}: {error.details()}"
-                if error.code() in _FINAL:
+                if error.code() in _FINAL and not (self._admitted and error.code() is grpc.StatusCode.UNAUTHENTICATED):
                     raise ServiceError(f"{self.hub} refused environment {self.name!r}: {trouble}") from None
+            except ConfigError as error:  # a file that is being replaced
+                if not (self._admitted and is_outage(error)):
+                    raise
+                trouble = str(error)
             was_attached, self._stream = self._stream is not None, None
             if self._stopping.is_set():
                 return
@@ -205,7 +210,7 @@ class Attachment:
             async for event in call:
                 stream.receive(event)
                 if self._stream is None:
-                    self._stream = stream
+                    self._stream, self._admitted = stream, True
                     _log.info("environment %s is attached to %s", self.name, self.hub)
         except CodecError as error:
             raise ServiceError(

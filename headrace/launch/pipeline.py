@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.base.devices import DevicePlan
-from headrace.base.errors import HeadraceError, Problems, ReplayUnavailable, ServiceError
+from headrace.base.errors import HeadraceError, Problems, ReplayDenied, ReplayUnavailable, ServiceError, is_outage
 from headrace.base.files import is_gone
 from headrace.base.scratch import remove_abandoned
 from headrace.base.tasks import cancel
@@ -262,10 +262,10 @@ class Pipeline:
         return [*waits, *self._restarts_that_wait()]
 
     def _restarts_that_wait(self) -> list[Wait]:
-        """Return the waits for the buffer's server of services that were restarted meanwhile, and so are not there to tell."""
+        """Return the waits of services that were restarted and could not start, and so are not there to tell."""
         now = time.monotonic()
         return [
-            Wait(f"the buffer's server, for {child.name}", now - child.waits_since, child.waits_for)
+            Wait(child.waits_for.format(child.name), now - child.waits_since, child.waits_why)
             for child in self.children
             if child.waits_for
         ]
@@ -315,8 +315,9 @@ class Pipeline:
                 self.summary.add(*entry)
 
     async def _poll(self, client: ReplayClient) -> None:
-        """Read the buffer and update the display. An unreachable buffer is displayed; watching must not end the run."""
-        self._say_of_checkpoints()
+        """Read the buffer and update the display. A buffer that is away, or refuses, is displayed; watching must not end the run."""
+        with _file_server_away():
+            self._say_of_checkpoints()
         after_s = await self._look(self._ready_pages())
         try:
             entries = await client.metrics(self.summary.last_entry)
@@ -325,12 +326,13 @@ class Pipeline:
             self.environments.note_breakers(await client.environments())
             if self.summary.failed:
                 self.summary.failures = frequent(await client.failures())
-        except ReplayUnavailable as error:
+        except (ReplayUnavailable, ReplayDenied) as error:
             self.summary.buffer = str(error)
             self._show([])
             return
         self.summary.buffer = ""
-        self._say_prompts()
+        with _file_server_away():
+            self._say_prompts()
         if self.summary.evaluates:
             self._note_progress(self.summary.evaluated)
         else:
@@ -371,6 +373,7 @@ class Pipeline:
     def _note_progress(self, done: int) -> None:
         if done > self._furthest:
             self._furthest = done
+            self.children.trainer.was_ready = True
             self.children.trainer.note_let_in()
             for child in self.children:
                 if child is self.children.trainer or child.state in ("ready", UPDATING):
@@ -378,13 +381,10 @@ class Pipeline:
 
     def _say_prompts(self) -> None:
         """Print the numbers of prompts, once the trainer has counted them."""
-        try:
-            written = _written(self._prompts)
-        except OSError:  # its file server is away; the next poll looks again
-            return
+        written = _written(self._prompts)
         if written != self._prompts_before:
-            self._prompts_before = written
             record = prompt_counts.read(self._prompts.parent)
+            self._prompts_before = written
             for line in record.counts.lines(self.config) if record else ():
                 self.display.print(line)
 
@@ -451,6 +451,16 @@ class Pipeline:
         self.supervisor.close()
         remove_abandoned()  # by services that had to be killed
         snapshots.remove(self.config)
+
+
+@contextlib.contextmanager
+def _file_server_away() -> Iterator[None]:
+    """Leave out what can't be read now: the next poll looks again."""
+    try:
+        yield
+    except (OSError, ServiceError) as error:
+        if not is_outage(error):
+            raise
 
 
 def _written(path: Path) -> int | None:

@@ -48,13 +48,17 @@ class ServiceFailed(ServiceError):
     """Raised when a service can't continue; the message includes the end of its log."""
 
 
+# What a restarted service may wait for, with a place for its name.
+BUFFER, START = "the buffer's server, for {}", "the start of {}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Restart:
-    """`waits`: for the buffer's server, which is away, so that its end was no crash."""
+    """`waits`: for which of these the service waits, so that its end was no crash; empty after a crash."""
 
     delay_s: float
     reason: str
-    waits: bool = False
+    waits: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +91,23 @@ class RestartPolicy:
         ends_run: bool,
         was_ready: bool,
         fruitless: int,
+        waited: int = 0,
         was_let_in: bool = False,
+        is_starting: bool = False,
         is_user_code: bool = False,
         ending: Ending | None = None,
         before: Ending | None = None,
     ) -> Restart | GiveUp | Finished:
-        """Decide after an exit. `exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress.
-        `ending` is the exception that the process ended with, if it told one, and `before` that of the process before.
+        """Decide after an exit. `exit_code` is negative for a signal; `fruitless` is the number of restarts since the last progress, and
+        `waited` that of those since then that waited. `is_starting`: the process had not been ready yet. `ending` is the exception that
+        the process ended with, if it told one, and `before` that of the process before.
 
         There is no restart after `EXIT_USER_ERROR` or `EXIT_ALARM`, and none after a clean exit of a service that ends the run.
 
         A buffer that can't be reached is waited for without limit if the service was ready before: one that never existed won't come back.
-        So is one that refuses the service (`ReplayDenied`), if it has let the service in before (`was_let_in`).
+        So is one that refuses the service (`ReplayDenied`), if it has let the service in before (`was_let_in`). If the service was ready
+        before, a start that fails for something around it (`Ending.is_outage`) is waited for in the same way: the configuration, which is
+        the same, can't be the reason. Nor can it be if the service could not even write its reason down.
 
         A user's environment has its own exit codes. One that ends before it was ready is for the user to fix. One that worked is restarted
         without limit, because the run waits for it.
@@ -114,10 +123,18 @@ class RestartPolicy:
             return Restart(delay_s, how)
         if is_user_code and exit_code >= 0:
             return GiveUp(f"{how} before it answered")
+        wait_s = pause_after(waited + 1, self.first_delay_s, self.longest_delay_s)
         is_denied = ending is not None and ending.error == ReplayDenied.__name__
         if is_denied or exit_code == EXIT_BUFFER_UNAVAILABLE:
             waits = was_let_in or (was_ready and not is_denied)
-            return Restart(delay_s, how, waits=True) if waits else GiveUp(how)
+            return Restart(wait_s, how, BUFFER) if waits else GiveUp(how)
+        if was_ready and was_let_in and is_starting:  # seen to be so: who doesn't look says at once that it was ready
+            if ending is not None and ending.is_outage:
+                return Restart(wait_s, how, START)
+            if ending is None and exit_code == EXIT_USER_ERROR:
+                return Restart(
+                    wait_s, f"{how}, and the reason could not be written beside its log; free space there", START
+                )
         if exit_code in (EXIT_USER_ERROR, EXIT_ALARM):
             return GiveUp(how)
         if fruitless and ending is not None and ending.repeats(before):
@@ -143,13 +160,16 @@ class Child:
     source_signature: tuple[int, ...] | None = None  # of the `source` of the current process
     was_ready: bool = False
     was_let_in: bool = False  # by the buffer's server
-    waits_for: str = ""  # why the last process could not use the buffer's server; empty once one could
+    waits_for: str = ""  # `BUFFER` or `START`, once a restart had to wait, until the service works
+    waits_why: str = ""
     waits_since: float = 0.0
     state: str = NOT_STARTED
     pid: int | None = None
     restarts: int = 0
     fruitless: int = 0
+    waited: int = 0  # restarts, since it worked last
     ending: Ending | None = None  # of the last process
+    is_starting: bool = True  # the current process was never ready
     answered: bool = False  # the current process, at least once
     silent_s: float = 0.0  # since its last answer
     reserved: Sequence[socket.socket] = ()  # for its ports
@@ -169,13 +189,18 @@ class Child:
             self.was_ready = self.was_ready or ready
             self.state = "ready" if ready else otherwise
             if ready:
+                self.is_starting = False
                 self.note_let_in()
 
     def note_let_in(self) -> None:
-        """Note that the current process uses the buffer's server. Its restarts while that was away were no crashes."""
+        """Note that the current process uses the buffer's server, or is ready: it waits for nothing."""
         self.was_let_in = True
-        if self.waits_for:
-            self.waits_for, self.fruitless = "", 0
+        self.waits_for, self.waited = "", 0
+
+    def note_wait(self, waits: str, why: str) -> None:
+        """Note that the last process ended because it had to wait."""
+        self.waits_since = self.waits_since if self.waits_for == waits else time.monotonic()
+        self.waits_for, self.waits_why = waits, why
 
     def keep_log_small(self, limit: int) -> None:
         """Move the log to `NAME.log.1` once it has `limit` bytes. The running process continues to write to the same file, from its
@@ -205,11 +230,11 @@ class Child:
         """Return the exception that ended the last process, and forget it; None if it told none: it was killed, or is not a service."""
         if self.ending_file is None or not self.ending_file.exists():
             return None
-        told = self.ending_file.read_bytes()
-        self.ending_file.unlink()
         try:
+            told = self.ending_file.read_bytes()
+            self.ending_file.unlink()
             return msgspec.json.decode(told, type=Ending)
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # it was killed while it wrote
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # it was killed while it wrote, or its disk is away
             return None
 
     def log_tail(self) -> str:
@@ -271,14 +296,20 @@ class Supervisor:
     async def supervise(self, child: Child) -> None:
         """Run `child`, and restart it when it exits. Returns when its work is done; raises `ServiceFailed` if it can't continue."""
         while True:
-            code = await self.run(child)
-            before, child.ending = child.ending, child.take_ending()
+            before = child.ending
+            try:
+                code = await self.run(child)
+                child.ending = child.take_ending()
+            except OSError as error:  # its log, or the process itself, can't be made
+                code, child.ending = EXIT_INTERNAL_ERROR, Ending.of(error)
             match self.policy.decide(
                 code,
                 ends_run=child.ends_run,
                 was_ready=child.was_ready,
                 was_let_in=child.was_let_in,
+                is_starting=child.is_starting,
                 fruitless=child.fruitless,
+                waited=child.waited,
                 is_user_code=child.is_user_code,
                 ending=child.ending,
                 before=before,
@@ -298,16 +329,17 @@ class Supervisor:
                     if not waits or self._told.due(f"{child.name}: {reason}"):
                         self.report(f"{child.name}: {reason}; restarting it in {delay_s:.0f} s")
                     if waits:
-                        child.waits_since = child.waits_since if child.waits_for else time.monotonic()
-                        child.waits_for = reason
+                        child.note_wait(waits, reason)
                     await asyncio.sleep(delay_s)
                     child.restarts += 1
-                    child.fruitless += 1
+                    child.waited += bool(waits)
+                    child.fruitless += not waits
 
     async def run(self, child: Child) -> int:
         """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
         if self._guarding is None:
             self._guarding = asyncio.create_task(self._keep_guard())
+        child.is_starting = True
         source = None if child.source is None else signature(child.source)  # before the process reads it
         # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:

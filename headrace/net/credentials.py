@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, UnusableFile
 from headrace.base.files import signature
 from headrace.base.scratch import scratch_folder
 
@@ -45,6 +45,7 @@ class Credentials:
         self.path = path
         self._signature = signature(path)
         self._lines = _read(path)
+        self._presented: dict[str, str] = {}  # by role
         if path.stat().st_mode & 0o004:
             _log.warning("security.credentials %s can be read by everybody on this machine; chmod 600 it", path)
 
@@ -52,17 +53,22 @@ class Credentials:
         return [token for name, token in self._current() if name == role]
 
     def token(self, role: str) -> str:
-        """Return the token that a caller of this role presents. Raises `ConfigError` if there is none."""
-        found = self.tokens(role)
-        if not found:
-            raise ConfigError(
+        """Return the token that a caller of this role presents. While the file has none (it is being replaced), it is the last that it had:
+        who accepts tokens decides whether that still counts. Raises `ConfigError` if it never had one."""
+        if found := self.tokens(role):
+            self._presented[role] = found[0]
+        if role not in self._presented:
+            raise UnusableFile(
                 f"security.credentials {self.path} has no line for {role!r}; add `{role} TOKEN` (`headrace credentials` makes tokens)"
             )
-        return found[0]
+        return self._presented[role]
 
     def make_token_source(self, role: str) -> Callable[[], str] | None:
         """Return a function that gives a caller of this role its token for each call; None without a token for the role."""
-        return functools.partial(self.token, role) if self.tokens(role) else None
+        if not self.tokens(role):
+            return None
+        self.token(role)  # it may be gone when the first call needs it
+        return functools.partial(self.token, role)
 
     def role(self, token: str) -> str | None:
         """Return the role of a presented token; None if it is unknown. Takes the same time for every wrong token."""
@@ -175,6 +181,6 @@ def _read(path: Path) -> list[tuple[str, str]]:
             continue
         if len(words) < 2 or not words[-1].isascii():
             # without the line itself, which may be a token
-            raise ConfigError(f"security.credentials {path}: line {number} is not `ROLE TOKEN`; correct or delete it")
+            raise UnusableFile(f"security.credentials {path}: line {number} is not `ROLE TOKEN`; correct or delete it")
         lines.append((" ".join(words[:-1]), words[-1]))
     return lines

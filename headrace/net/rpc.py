@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from headrace.base.addresses import target_is_local, with_port
-from headrace.base.errors import CodecError, ConfigError, ServiceError
+from headrace.base.errors import CodecError, ConfigError, Unavailable
 from headrace.base.tls import CertificateFiles, Reloading
 from headrace.net.credentials import Credentials
 from headrace.net.service import admitting, bind, most_connections
@@ -162,7 +162,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, key: str, certificate:
                 else server.add_secure_port(address, _server_credentials(certificate))
             )
     except RuntimeError as error:
-        raise ServiceError(f"{key}: can't listen on {address}; free the port or set {key} to another") from error
+        raise Unavailable(f"{key}: can't listen on {address}; free the port or set {key} to another") from error
     return bound
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.base.errors import HeadraceError, ServiceError
+from headrace.base.errors import HeadraceError, ServiceError, is_outage
 from headrace.base.parent import RESERVED, admit
 from headrace.base.tls import CertificateFiles, Reloading
 
@@ -53,11 +53,12 @@ ENDING = "_HEADRACE_ENDING"
 
 class Ending(msgspec.Struct, frozen=True):
     """The exception that ended a process of a service. `place` is the innermost line of Headrace's own code, `module:line`; it is empty for
-    an error that was raised on purpose, whose message says everything."""
+    an error that was raised on purpose, whose message says everything. `is_outage`: what failed is around the service."""
 
     error: str
     place: str
     message: str
+    is_outage: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Ending:
@@ -65,13 +66,13 @@ class Ending(msgspec.Struct, frozen=True):
             error = error.exceptions[0]
         message = " ".join(str(error).split())
         if isinstance(error, HeadraceError):
-            return cls(type(error).__name__, "", message)
+            return cls(type(error).__name__, "", message, is_outage(error))
         frames = [
             (frame.f_globals.get("__name__", "?"), line) for frame, line in traceback.walk_tb(error.__traceback__)
         ]
         own = [each for each in frames if each[0].partition(".")[0] in ("headrace", "headrace_services")]
         module, line = (own or frames)[-1]
-        return cls(type(error).__name__, f"{module}:{line}", message)
+        return cls(type(error).__name__, f"{module}:{line}", message, is_outage(error))
 
     def __str__(self) -> str:
         return f"{self.error} at {self.place}: {self.message}" if self.place else self.message

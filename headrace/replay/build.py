@@ -1,3 +1,3 @@
 """The build of the buffer's functions that this client calls. Generated from services/replay/functions: run `make build`."""
 
-BUILD = "e747df19"
+BUILD = "327ec190"

@@ -168,7 +168,7 @@ METRIC_SECTIONS = (
         Metric("dynamic_sampling_num_gen_batches", "batches",
                "groups scored since the step before, in generated batches", "far below `dynamic_sampling_max_gen_batches`"),
         Metric("dynamic_sampling_scored_groups", "groups", "scored since the step before"),
-        Metric("dynamic_sampling_filtered_groups", "groups", "of those, filtered because all rewards were equal"),
+        Metric("dynamic_sampling_filtered_groups", "groups", "of those, filtered because all rewards were equal but for rounding"),
     )),
     MetricSection("Counters", "They continue across restarts.", (
         Metric("current_step", "steps", "steps trained so far"),

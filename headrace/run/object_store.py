@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
+from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError, Unavailable
 from headrace.base.files import UNREADABLE, read_json, write_json
 from headrace.config import Config
 from headrace.config.services import STORE_URL
@@ -55,6 +55,10 @@ _PATIENCE = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
 _IMPATIENCE = {"max_retries": 2, "retry_timeout": timedelta(seconds=15)}
 
 _MANIFEST = re.compile(r"step_(0|[1-9][0-9]*)-([A-Za-z0-9_-]+)\.json")
+
+
+class StoreUnreachable(Restartable, Unavailable):
+    """Raised when the store can't be reached, or fails."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -153,7 +157,7 @@ class RunStore:
         try:
             self._store: Any = from_url(self.url, **options)
         except (BaseError, OSError, ValueError) as error:
-            raise ServiceError(
+            raise Unavailable(
                 f"{url} can't be opened ({_reason(error)}); look at checkpointing.store, and its credentials"
             ) from error
 
@@ -412,8 +416,8 @@ class RunStore:
             raise CodecError(f"{self.url}/{name} is not what was written there ({error}); remove it") from error
 
     def _ask(self, request: Callable[[], T], *expected: type[Exception]) -> T:
-        """Return the answer. Raises what is `expected`; for all else that a store says `ServiceError`, or `Restartable` if it may say
-        otherwise later."""
+        """Return the answer. Raises what is `expected`; for all else that a store says `Unavailable`, `StoreUnreachable` if it may say
+        otherwise soon, or `ServiceError` for a name that it can't have."""
         from obstore.exceptions import BaseError
 
         try:
@@ -423,17 +427,17 @@ class RunStore:
         except ValueError as error:
             raise ServiceError(f"{self.url}: {_reason(error)}; rename that file") from error
         except FileNotFoundError as error:
-            raise ServiceError(
+            raise Unavailable(
                 f"{self.url}: there is no such bucket; make it, or correct checkpointing.store"
             ) from error
         except (BaseError, OSError) as error:
             reason = _reason(error)
             if _DENIED.search(str(error)):
-                raise ServiceError(
+                raise Unavailable(
                     f"{self.url} refuses ({reason:.400}); give its credentials in the environment, with the right to read, write, list and "
                     "delete (docs/operations.md, Checkpoints in an object store)"
                 ) from error
-            raise Restartable(
+            raise StoreUnreachable(
                 f"{self.url} can't be reached, or fails ({reason:.400}); look at the store, and at checkpointing.store"
             ) from error
 

@@ -39,6 +39,7 @@ class HubPrograms:
     """Starts the programs of the run's environments through its hubs, in turn."""
 
     def __init__(self, channels: list[grpc.aio.Channel]) -> None:
+        self._admitted = False  # a hub has run an episode
         self._hubs = itertools.cycle([(channel, pb_grpc.RewardServiceStub(channel)) for channel in channels])
 
     async def run(self, episode: Episode) -> EpisodeOutcome:
@@ -59,11 +60,14 @@ class HubPrograms:
             response = await stub.RunEpisode(request, timeout=episode.remaining_s + _MARGIN_S, metadata=context)
         except grpc.aio.AioRpcError as error:
             message = f"the reward hub: {error.code().name}: {error.details()}"
+            if self._admitted and error.code() is grpc.StatusCode.UNAUTHENTICATED:  # its credentials are being replaced
+                return EpisodeOutcome(Score("NOT_STARTED", message=message))
             if error.code() in _OURS:
                 raise ServiceError(
                     f"{message}; check that `headrace reward` has the same version and that security.credentials has the line `agents`"
                 ) from error
             return EpisodeOutcome(Score("INVALID" if error.code() in _UNSENDABLE else "INTERRUPTED", message=message))
+        self._admitted = True
         return outcome_from_wire(response.outcome)
 
 

@@ -6,7 +6,7 @@ long as it runs, and each group of ranks meets there under its own id.
 Neither backend reliably detects a peer that died or hangs. So every blocking call runs on a thread, which the caller abandons at the
 deadline, or as soon as the trainer closes the group. The thread itself ends at the timeout of its operation or, with nccl, when its group
 is aborted. The abort may block too, and has its own thread. If a thread of a group that had connected does not end, the process must be
-restarted (`ClosedChannels`). A group in which a call failed is never used again.
+restarted (`Channels.check`). A group in which a call failed is never used again.
 
 Anybody who can reach the store's port can read and write it. So each group has a secret, which its members get from the buffer. What they
 put into the store (gloo's addresses, NCCL's id) is signed with it, and before a tensor moves, every member answers a challenge that rank 0
@@ -471,25 +471,31 @@ class Channel:
             raise
 
 
-class ClosedChannels:
-    """Closed channels whose last calls still run on their threads."""
+class Channels:
+    """The channels of a process. At most one is `open`. Those that were closed are kept while their last calls still run on their
+    threads."""
 
     def __init__(self) -> None:
-        self._channels: list[Channel] = []
+        self.open: Channel | None = None
+        self._closed: list[Channel] = []
 
-    def add(self, channel: Channel) -> None:
-        """Close the channel and keep it."""
-        channel.close()
-        self._channels = [*(other for other in self._channels if other.hangs or not other.join(0.0)), channel]
+    def close(self) -> None:
+        """Close the open channel, if there is one."""
+        channel, self.open = self.open, None
+        if channel is not None:
+            channel.close()
+            self._closed = [*(other for other in self._closed if other.hangs or not other.join(0.0)), channel]
 
     def check(self) -> None:
-        """Raise `Restartable` if a group may hold its device and nothing in this process can make it release the device."""
-        for channel in self._channels:
+        """Raise `Restartable` if a closed group may hold its device and nothing in this process can make it release the device."""
+        for channel in self._closed:
             if why := channel.hangs:
                 raise Restartable(f"group {channel.membership.group_id} of nccl {why}; only a new process can continue")
 
-    def join(self, timeout_s: float) -> None:
-        for channel in self._channels:
+    def leave(self, timeout_s: float) -> None:
+        """Close the open channel, and wait for calls that still run. Call it before the process ends (`Channel.join`)."""
+        self.close()
+        for channel in self._closed:
             channel.join(timeout_s)
 
 

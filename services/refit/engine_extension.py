@@ -1,28 +1,24 @@
-"""The receiving end of the weight channel in vLLM's workers: an engine for vLLM's weight-transfer API.
+"""The receiving end of the weight channel in vLLM's workers.
 
-vLLM imports `WeightChannelExtension` in every worker before it loads the model (`worker_extension_cls`), which registers the engine in
-time. One engine serves both `gloo` and `nccl`: they differ only in how the communicator is made.
+vLLM adds `WeightChannelExtension` to the class of its worker (`worker_extension_cls`). So its methods are the worker's, and it has the
+worker's attributes. What needs none of them is a function of this module: vLLM refuses an extension that has a name of its own.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from multiprocessing.util import Finalize
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch.utils._pytree import tree_map_only
-from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -40,183 +36,119 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from headrace.base.errors import Restartable, WeightChannelError
 
-from .channel import Channel, ClosedChannels, GroupRank
+from .channel import ABORT_S, Channel, Channels, GroupRank
 from .manifest import ADAPTER, Manifest
 from .proof import AdapterProof, WeightProof
-from .receiver import ADAPTER_ID, BACKEND, RefitFailure, TransferInterrupted, WatchedStates
+from .receiver import ADAPTER_ID, RefitFailure, TransferInterrupted, WatchedStates
 from .state_watch import StateWatch, find_layers
 from .transfer import ReceivedTensor, read, receive
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 Buckets = Iterator[list[ReceivedTensor]]
 # the tensors of an adapter by name, each with its checksum
 Adapter = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
+# Each reload logs "failed to load weights" for layers without their own weights (a tied head, rotary tables). The proof shows whether all
+# weights were loaded.
+logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
-class WeightChannelEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
-    """Receives checkpoint-format weights bucket by bucket. vLLM's layerwise reload loads each bucket while the next one travels.
 
-    During a reload the model is on the meta device, where a generation step would kill the engine. So the whole reload happens inside
-    `load`, one uninterrupted call, and vLLM's own calls do nothing. If it fails, the model is structurally complete again, but holds a
-    mixture of old and new weights: it must not generate until an update succeeds.
+def returning_failure(
+    method: Callable[Concatenate[Any, P], None],
+) -> Callable[Concatenate[Any, P], RefitFailure | None]:
+    """Make a method of a worker return a `RefitFailure`, or None, and never raise. If one worker raised, vLLM would raise at once and leave
+    the other workers' answers in their queues, where the next call would take them for its own."""
+
+    @functools.wraps(method)
+    def answering(self: Any, *arguments: P.args, **named: P.kwargs) -> RefitFailure | None:
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                method(self, *arguments, **named)
+        except TransferInterrupted as error:
+            return RefitFailure("interrupted", str(error))
+        except WeightChannelError as error:
+            return RefitFailure("failed", str(error))
+        except Restartable as error:
+            return RefitFailure("hangs", str(error))
+        except Exception as error:
+            logger.exception("a refit failed")
+            return RefitFailure("failed", f"{type(error).__name__}: {error}")
+        return None
+
+    return answering
+
+
+class WeightChannelExtension:
+    """What a replica's service calls in each worker of its engine.
+
+    Weights arrive in checkpoint format, bucket by bucket. vLLM's layerwise reload loads each bucket while the next one travels. During a
+    reload the model is on the meta device, where a generation step would kill the engine, so the whole reload is one uninterrupted call
+    (vLLM's own API for weights, `weight_transfer_config`, makes it several). If it fails, the model is structurally complete again, but
+    holds a mixture of old and new weights: it must not generate until an update succeeds.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Each reload logs "failed to load weights" for layers without their own weights (a tied head, rotary tables). The proof shows
-        # whether all weights were loaded.
-        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-        self._channel: Channel | None = None
-        self._closed = ClosedChannels()
+    # of vLLM's worker
+    vllm_config: VllmConfig
+    device: torch.device
+    get_model: Callable[[], Any]
 
-    def join(self, place: dict[str, Any], timeout_s: float) -> None:
+    _watching: tuple[str, StateWatch, contextlib.ExitStack] | None = None
+
+    @functools.cached_property
+    def _channels(self) -> Channels:
+        """Those of this worker. They are left when its process ends, because vLLM doesn't tell an extension of that. At the exit of the
+        interpreter it would be too late: forked processes skip that, and no thread could abort a group."""
+        channels = Channels()
+        Finalize(None, channels.leave, (ABORT_S,), exitpriority=0)
+        return channels
+
+    # -- a refit ---------------------------------------------------------------------------------------------------------
+
+    @returning_failure
+    def join_group(self, place: dict[str, Any], timeout_s: float) -> None:
         """Join a group. `place` is that of the replica's first worker (`Rendezvous.place`)."""
-        self.shutdown()
-        self._closed.check()
+        self._channels.close()
+        self._channels.check()
         device = torch.device("cpu" if place["backend"] == "gloo" else self.device)
-        own = GroupRank(**{**place, "rank": place["rank"] + self.parallel_config.rank}, device=device)
+        rank = place["rank"] + self.vllm_config.parallel_config.rank
         # With VLLM_BATCH_INVARIANT, vLLM sets NCCL variables for its own groups. All ranks of a group must agree on them.
         with unpinned_nccl_env(), _interrupting():
-            self._channel = Channel.follow(own, time.monotonic() + timeout_s)
+            own = GroupRank(**{**place, "rank": rank}, device=device)
+            self._channels.open = Channel.follow(own, time.monotonic() + timeout_s)
 
-    def _do_nothing(self, *_: Any) -> None:
-        """Stand for vLLM's own calls: see the class."""
-
-    init_transfer_engine = start_weight_update = receive_weights = finish_weight_update = _do_nothing
-
-    def load(self, manifest: Manifest, timeout_s: float, file: str, checksums: Sequence[int]) -> None:
+    @returning_failure
+    def receive_weights(
+        self, manifest: dict[str, Any], timeout_s: float, file: str = "", checksums: Sequence[int] = ()
+    ) -> None:
         """Load a broadcast, or a `file` whose tensors have these `checksums` (the model, its adapter or both), and prove that the model
-        holds it and computes with it.
+        holds it and computes with it. `manifest` is encoded.
 
         A failure here does not end the collective: this worker still receives the rest of the broadcast, for the other members and this
         replica's other workers.
         """
+        deadline, described = time.monotonic() + timeout_s, Manifest.decode(manifest)
         arrived: Adapter = {}
-        sent = read(file, manifest, checksums) if file else self._receive(manifest, time.monotonic() + timeout_s)
-        buckets = self._setting_aside(sent, arrived)
-        if all(name.startswith(ADAPTER) for name in manifest.names):
+        sent = read(file, described, checksums) if file else self._receive(described, deadline)
+        buckets = _setting_aside(sent, arrived)
+        if all(name.startswith(ADAPTER) for name in described.names):
             collections.deque(buckets, maxlen=0)
         else:
-            with self._without_adapter():
-                self._load_model(buckets)
+            with _without_adapter(self.get_model()):
+                self._reload_model(buckets)
         if (self.vllm_config.lora_config is None) == bool(arrived):
             raise WeightChannelError(
                 "trainer and replica were started with different values of policy.lora_cfg.refit; start both with the same configuration"
             )
         if arrived:
-            self.load_adapter(arrived)
-
-    def load_adapter(self, arrived: Adapter) -> None:
-        """Replace the current adapter with this one, and prove that the engine computes with it."""
-        arrived = {name: (tensor.to(self.device), known.to(self.device)) for name, (tensor, known) in arrived.items()}
-        dim = next(len(tensor) for name, (tensor, _) in arrived.items() if ".lora_A." in name)
-        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        adapter = LoRAModel.from_lora_tensors(
-            ADAPTER_ID,
-            {name: tensor for name, (tensor, _) in arrived.items()},
-            PEFTHelper(r=dim, lora_alpha=dim, target_modules=[]),  # B comes scaled
-            device=self.device,
-            dtype=self.vllm_config.lora_config.lora_dtype,
-            weights_mapper=mapper and mapper.get_rename_mapper(),
-        )
-        proof = AdapterProof(dict(self.read_stacked()), arrived)
-        with proof:
-            self.put_adapter(adapter)
-        proof.check()
-
-    def put_adapter(self, adapter: LoRAModel) -> None:
-        manager = self.model.lora_manager
-        manager.remove_adapter(ADAPTER_ID)
-        manager.add_adapter(adapter)
-        manager.activate_adapter(ADAPTER_ID)
-
-    def read_stacked(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the engine keeps of an adapter: A and B of each part of each of its layers."""
-        for name, module in self.model.lora_manager.modules.items():
-            for part in ("lora_a_stacked", "lora_b_stacked"):
-                tensors = getattr(module, part, ())
-                for i, tensor in enumerate((tensors,) if isinstance(tensors, torch.Tensor) else tensors):
-                    yield f"{name}.{part}.{i}", tensor
-
-    def _load_model(self, buckets: Buckets) -> None:
-        initialize_layerwise_reload(self.model)
-        proof = WeightProof(self.model)
-        failure: Exception | None = None
-        try:
-            for bucket in buckets:
-                if failure is None:
-                    try:
-                        with disable_mtp_completeness_check(), _counting_by(proof.watch):
-                            proof.load(bucket)
-                        self._copy_kept(bucket)
-                    except Exception as error:  # noqa: BLE001 - raised below
-                        failure = error
-            if failure is not None:
-                raise failure
-            self.finish_reload()
-        except BaseException:
-            self._abandon_reload()
-            raise
-        proof.check_parameters()
-        self.renew_copies()
-        proof.check_copies()
-
-    def finish_reload(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def renew_copies(self) -> None:
-        """Recreate what the engine derives from its parameters and a reload does not update.
-
-        On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not update that
-        copy. The head would silently keep computing with the old weights, although the names and checksums of the parameters agree.
-        Experts are packed in place, and only when they are first loaded: a reload leaves them unpacked.
-        """
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead) and tied:
-                module.quant_method.process_weights_after_loading(module)
-            if isinstance(module, RoutedExperts):
-                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
-
-    def shutdown(self) -> None:
-        if self._channel is not None:
-            self._closed.add(self._channel)
-            self._channel = None
-
-    @contextlib.contextmanager
-    def _without_adapter(self) -> Iterator[None]:
-        """While the context is open, replace the modules that vLLM wrapped for adapters with the original ones that it loaded."""
-        around = [
-            (name, module)
-            for name, module in self.model.named_modules(remove_duplicate=False)
-            if isinstance(module, BaseLayerWithLoRA)
-        ]
-
-        def put(name: str, module: torch.nn.Module) -> None:
-            parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, module)
-
-        for name, module in around:
-            put(name, module.base_layer)
-        try:
-            yield
-        finally:
-            for name, module in around:
-                put(name, module)
-
-    @staticmethod
-    def _setting_aside(buckets: Buckets, arrived: Adapter) -> Buckets:
-        """Yield the buckets without their adapter tensors, and put copies of those into `arrived`."""
-        for bucket in buckets:
-            arrived |= {name: (tensor.clone(), known) for name, tensor, known in bucket if name.startswith(ADAPTER)}
-            yield [one for one in bucket if not one.name.startswith(ADAPTER)]
+            self._load_adapter(arrived)
 
     def _receive(self, manifest: Manifest, deadline: float) -> Buckets:
         """Yield the tensors of a broadcast, a bucket at a time."""
-        if self._channel is None:
+        if self._channels.open is None:
             raise WeightChannelError("this worker has not joined a group; the trainer must form one")
-        buckets = receive(self._channel, manifest, deadline)
+        buckets = receive(self._channels.open, manifest, deadline)
         try:
             while True:
                 with _interrupting():
@@ -225,55 +157,79 @@ class WeightChannelEngine(WeightTransferEngine[WeightTransferInitInfo, WeightTra
                     return
                 yield bucket
         except WeightChannelError:
-            self.shutdown()
+            self._channels.close()
             raise
 
-    def _copy_kept(self, bucket: list[ReceivedTensor]) -> None:
-        """Give vLLM copies of the tensors that it keeps for incomplete layers, because the bucket's memory is reused."""
-        storages = {one.tensor.untyped_storage()._cdata for one in bucket}
+    def _reload_model(self, buckets: Buckets) -> None:
+        model = self.get_model()
+        initialize_layerwise_reload(model)
+        proof = WeightProof(model)
+        failure: Exception | None = None
+        try:
+            for bucket in buckets:
+                if failure is None:
+                    try:
+                        with disable_mtp_completeness_check(), _counting_by(proof.watch):
+                            proof.load(bucket)
+                        _copy_kept(model, bucket)
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        failure = error
+            if failure is not None:
+                raise failure
+            self._finish_reload()
+        except BaseException:
+            _abandon_reload(model, self.vllm_config.model_config)
+            raise
+        proof.check_parameters()
+        self._renew_copies()
+        proof.check_copies()
 
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+    def _finish_reload(self) -> None:
+        finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
 
-        for layer in self.model.modules():
-            for _, kept in get_layerwise_info(layer).loaded_weights:
-                kept.arguments.update(tree_map_only(torch.Tensor, copy, kept.arguments))
+    def _renew_copies(self) -> None:
+        """Recreate what the engine derives from its parameters and a reload does not update.
 
-    def _abandon_reload(self) -> None:
-        """Put the parameters of incomplete layers back in place, and drop what they had received. Otherwise the next reload would continue
-        with half-filled layers."""
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
+        On a CPU, vLLM multiplies by a packed copy of the head. A tied head is loaded as the embedding, so a reload does not update that
+        copy. The head would silently keep computing with the old weights, although the names and checksums of the parameters agree.
+        Experts are packed in place, and only when they are first loaded: a reload leaves them unpacked.
+        """
+        tied = getattr(self.vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
+        for module in self.get_model().modules():
+            if isinstance(module, ParallelLMHead) and tied:
+                module.quant_method.process_weights_after_loading(module)
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
+    def _load_adapter(self, arrived: Adapter) -> None:
+        """Replace the current adapter with this one, and prove that the engine computes with it."""
+        arrived = {name: (tensor.to(self.device), known.to(self.device)) for name, (tensor, known) in arrived.items()}
+        dim = next(len(tensor) for name, (tensor, _) in arrived.items() if ".lora_A." in name)
+        mapper = getattr(self.get_model(), "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER_ID,
+            {name: tensor for name, (tensor, _) in arrived.items()},
+            PEFTHelper(r=dim, lora_alpha=dim, target_modules=[]),  # B comes scaled
+            device=self.device,
+            dtype=self.vllm_config.lora_config.lora_dtype,
+            weights_mapper=mapper and mapper.get_rename_mapper(),
+        )
+        proof = AdapterProof(dict(stacked(self.get_model())), arrived)
+        with proof:
+            self._put_adapter(adapter)
+        proof.check()
 
-class WeightChannelExtension:
-    """A mixin for vLLM's worker class.
+    def _put_adapter(self, adapter: LoRAModel) -> None:
+        manager = self.get_model().lora_manager
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)
 
-    The calls of a refit never raise. They return a `RefitFailure`, or None. If one worker raised, vLLM would raise at once and leave the
-    other workers' answers in their queues, where the next call would take them for its own.
-    """
-
-    weight_transfer_engine: WeightChannelEngine
-    vllm_config: VllmConfig
-    _watching: tuple[str, StateWatch, contextlib.ExitStack] | None = None
-
-    def join_group(self, place: dict[str, Any], timeout_s: float) -> RefitFailure | None:
-        return self._catch_failure(lambda: self.weight_transfer_engine.join(place, timeout_s))
-
-    def receive_weights(
-        self, manifest: dict[str, Any], timeout_s: float, file: str = "", checksums: Sequence[int] = ()
-    ) -> RefitFailure | None:
-        """Call `WeightChannelEngine.load`, with an encoded `manifest`."""
-        load = self.weight_transfer_engine.load
-        return self._catch_failure(lambda: load(Manifest.decode(manifest), timeout_s, file, checksums))
+    # -- what a failed probe asks for ------------------------------------------------------------------------------------
 
     def watch_states(self, count: int, length: int) -> None:
         """Sketch the states between the `count` layers of the model for the next `length` tokens, until `read_states`."""
-        model = self.weight_transfer_engine.model
+        model = self.get_model()
         if (found := find_layers(model, count)) is None:
             return
         name, layers, backbone = found
@@ -293,6 +249,8 @@ class WeightChannelExtension:
         stack.close()
         return WatchedStates(name, [], watch.problem) if watch.problem else WatchedStates(name, watch.sketches)
 
+    # -- what the engine computes with -----------------------------------------------------------------------------------
+
     def attention_backends(self) -> list[str]:
         """Return the names of the backends that compute this worker's attention."""
         layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
@@ -302,20 +260,66 @@ class WeightChannelExtension:
         """Return the variable as this worker's process has it; empty if it isn't set."""
         return os.environ.get(name, "")
 
-    def _catch_failure(self, call: Callable[[], None]) -> RefitFailure | None:
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                call()
-        except TransferInterrupted as error:
-            return RefitFailure("interrupted", str(error))
-        except WeightChannelError as error:
-            return RefitFailure("failed", str(error))
-        except Restartable as error:
-            return RefitFailure("hangs", str(error))
-        except Exception as error:
-            logger.exception("a refit failed")
-            return RefitFailure("failed", f"{type(error).__name__}: {error}")
-        return None
+
+def stacked(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the engine keeps of an adapter: A and B of each part of each of its layers."""
+    for name, module in model.lora_manager.modules.items():
+        for part in ("lora_a_stacked", "lora_b_stacked"):
+            tensors = getattr(module, part, ())
+            for i, tensor in enumerate((tensors,) if isinstance(tensors, torch.Tensor) else tensors):
+                yield f"{name}.{part}.{i}", tensor
+
+
+@contextlib.contextmanager
+def _without_adapter(model: torch.nn.Module) -> Iterator[None]:
+    """While the context is open, replace the modules that vLLM wrapped for adapters with the original ones that it loaded."""
+    around = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, BaseLayerWithLoRA)
+    ]
+
+    def put(name: str, module: torch.nn.Module) -> None:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
+
+    for name, module in around:
+        put(name, module.base_layer)
+    try:
+        yield
+    finally:
+        for name, module in around:
+            put(name, module)
+
+
+def _setting_aside(buckets: Buckets, arrived: Adapter) -> Buckets:
+    """Yield the buckets without their adapter tensors, and put copies of those into `arrived`."""
+    for bucket in buckets:
+        arrived |= {name: (tensor.clone(), known) for name, tensor, known in bucket if name.startswith(ADAPTER)}
+        yield [one for one in bucket if not one.name.startswith(ADAPTER)]
+
+
+def _copy_kept(model: torch.nn.Module, bucket: list[ReceivedTensor]) -> None:
+    """Give vLLM copies of the tensors that it keeps for incomplete layers, because the bucket's memory is reused."""
+    storages = {one.tensor.untyped_storage()._cdata for one in bucket}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+
+    for layer in model.modules():
+        for _, kept in get_layerwise_info(layer).loaded_weights:
+            kept.arguments.update(tree_map_only(torch.Tensor, copy, kept.arguments))
+
+
+def _abandon_reload(model: torch.nn.Module, model_config: ModelConfig) -> None:
+    """Put the parameters of incomplete layers back in place, and drop what they had received. Otherwise the next reload would continue with
+    half-filled layers."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    finalize_layerwise_reload(model, model_config)
 
 
 @contextlib.contextmanager
@@ -336,6 +340,3 @@ def _interrupting() -> Iterator[None]:
         yield
     except WeightChannelError as error:
         raise TransferInterrupted(str(error)) from error
-
-
-WeightTransferEngineFactory.register_engine(BACKEND, WeightChannelEngine)

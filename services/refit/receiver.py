@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTENSION = "headrace_services.refit.engine_extension.WeightChannelExtension"
-BACKEND = "headrace"
 # vLLM's id of the only adapter that an engine has
 ADAPTER_ID = 1
 # These kernels for experts on a GPU compute with the parameters as they are loaded. vLLM's others use a copy in their own layout.
@@ -65,12 +64,6 @@ class TransferInterrupted(WeightChannelError):
     """Raised when the collective failed through no fault of this replica, which may take part in the next one."""
 
 
-def keeps_stale_kv(config: Config) -> bool:
-    """Return whether running requests keep the KV cache of older weights after a refit."""
-    asynchrony = config.algorithm.asynchrony
-    return asynchrony.in_flight_weight_updates and not asynchrony.recompute_kv_cache_after_weight_updates
-
-
 def engine_arguments() -> dict[str, Any]:
     """Return the `AsyncEngineArgs` that the weight channel needs.
 
@@ -78,14 +71,12 @@ def engine_arguments() -> dict[str, Any]:
     weights from new requests. By priority, the probe overtakes waiting requests (`SequenceSlots` keeps a slot free for it), and the run's
     own requests those of the HTTP API.
     """
-    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.platforms import current_platform
 
     on_gpu = {} if current_platform.is_cpu() else {"moe_backend": MOE_BACKEND}
     return {
         **on_gpu,
         "worker_extension_cls": EXTENSION,
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
     }
@@ -144,7 +135,11 @@ class WeightReceiver:
         self._engine = engine
         self._replay = replay
         self._replica = replica
-        self._clear_cache = not keeps_stale_kv(config)
+        asynchrony = config.algorithm.asynchrony
+        # else running requests keep the KV cache of older weights after a refit
+        self._clear_cache = (
+            not asynchrony.in_flight_weight_updates or asynchrony.recompute_kv_cache_after_weight_updates
+        )
         self._cache_salt = secrets.token_hex(8)
         self._group: str | None = None
         # durations of the parts of the last `take_part`, in order

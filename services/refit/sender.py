@@ -31,7 +31,6 @@ from headrace.base.errors import (
     InvalidCall,
     ReplayUnavailable,
     ServiceError,
-    WeightChannelAborted,
     WeightChannelError,
     WeightChannelTimeout,
     WrongTimeline,
@@ -43,7 +42,7 @@ from headrace.replay import Epoch, ReplayClient
 
 from . import membership, nccl
 from .backends import Backend, Backends, nccl_problem
-from .channel import Channel, ClosedChannels, GroupRank, RendezvousStore
+from .channel import Channel, Channels, GroupRank, RendezvousStore
 from .manifest import Manifest
 from .probe import Differences, rollout_dtype, tolerance
 from .rendezvous import Announcement, Rendezvous
@@ -104,11 +103,11 @@ class _AttemptOutcome(enum.Enum):
 
 @dataclasses.dataclass
 class _Refit:
-    """The state that the attempts at one refit share. The last six fields grow from attempt to attempt.
+    """The state that the attempts at one refit share. `seconds` and what follows it grow from attempt to attempt.
 
     `silent` are members that did not report within the deadline whether they had completed it. `late` are those that seem to have held up a
     transfer that did not end in time, and take no further part. `source` is `whole` or the `adapter`, as the members of the attempt need
-    it, and `manifest` is of that.
+    it, and `manifest` is of that. `channel` is the one to the attempt's group; None if it has got none.
     """
 
     version: int
@@ -121,6 +120,7 @@ class _Refit:
     probe_logprobs: Float32
     tolerance: Differences
     states: StateReference | None
+    channel: Channel | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     verified: set[str] = dataclasses.field(default_factory=set)
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -158,10 +158,8 @@ class WeightSender:
         self._host = self._config.host or host_towards(config.redis_url)
         self._meeting = RendezvousStore(self._host, self._config.port)
         logger.info("weights are handed out at %s", with_port(self._host, self._meeting.port))
-        self._channel: Channel | None = None
-        self._newest: Channel | None = None  # the same, or the last one that was open
-        self._closed = ClosedChannels()
-        self._members: tuple[str, ...] = ()  # of the channel's group
+        self._channels = Channels()
+        self._members: tuple[str, ...] = ()  # of the open channel's group
         self._have_model: frozenset[str] = frozenset()  # replicas whose engines are proved to hold the whole model
 
     async def refit(
@@ -240,12 +238,12 @@ class WeightSender:
         tracing.emit(tracing.EndedSpan("epoch", at, parent, began_ns, time.time_ns(), attributes))
 
     async def aclose(self) -> None:
-        self._close_channel()
-        await asyncio.to_thread(self._closed.join, self._config.timeout_s)
+        await asyncio.to_thread(self._channels.leave, self._config.timeout_s)
 
     async def _attempt(self, refit: _Refit) -> tuple[Epoch, _AttemptOutcome]:
         """Run one epoch from its announcement to its end. Returns its final state and the outcome."""
-        self._closed.check()
+        self._channels.check()
+        refit.channel = None
         epoch = await self._announce(refit)
         if not epoch.acknowledged:
             with _server_lost(epoch.id):
@@ -272,9 +270,8 @@ class WeightSender:
             ended = await self._replay.end_epoch(
                 epoch.id, aborted=failure is not None or outcome is _AttemptOutcome.INTERRUPTED
             )
-        self._note_outcome(
-            ended, rendezvous, failure, is_explained=outcome is not _AttemptOutcome.INTERRUPTED or bool(late)
-        )
+        is_explained = outcome is not _AttemptOutcome.INTERRUPTED or bool(late)
+        self._note_outcome(ended, rendezvous.backend, refit.channel, failure, is_explained=is_explained)
         if adapter is None:
             self._have_model = self._have_model.difference(ended.members).union(ended.verified)
         refit.verified.update(ended.verified)
@@ -289,7 +286,7 @@ class WeightSender:
             silence = f"it was silent for {self._config.timeout_s:g} s (weight_channel.timeout_s)"
             refit.refused.update(dict.fromkeys(refit.silent, silence))
         if set(ended.verified) != set(ended.members):
-            self._close_channel()  # some member may have left the group
+            self._channels.close()  # some member may have left the group
         return ended, outcome
 
     def manifest(self, source: WeightSource) -> Manifest:
@@ -333,7 +330,7 @@ class WeightSender:
         )
         backend = self._backends.choose(epoch.acknowledged, problem)
         self._say_how(backend, problem)
-        channel = self._channel
+        channel = self._channels.open
         return Rendezvous(
             group_id=epoch.id,
             previous_group="" if channel is None else channel.membership.group_id,
@@ -366,33 +363,33 @@ class WeightSender:
         self._said = how
 
     def _note_outcome(
-        self, ended: Epoch, rendezvous: Rendezvous, failure: WeightChannelError | None, *, is_explained: bool
+        self,
+        ended: Epoch,
+        backend: Backend,
+        channel: Channel | None,
+        failure: WeightChannelError | None,
+        *,
+        is_explained: bool,
     ) -> None:
         """Note what became of an attempt's backend. `failure` is why the weights were not sent; None if they were. `is_explained`: if the
         weights did not reach all, it is known why."""
-        channel = self._find_channel(ended, rendezvous)
         if is_explained:
             if ended.verified:
-                self._backends.note_success(rendezvous.backend)
+                self._backends.note_success(backend)
         elif membership.at_fault(ended):
             return  # the backend is not the cause
         elif channel is not None and channel.gathered:
             said = [ended.refused[member] for member in ended.interrupted if member in ended.refused]
             reasons = dict.fromkeys([*([str(failure)] if failure else []), *said])
             missed = set(ended.members).difference(ended.verified)  # the others won't be asked again
-            self._backends.note_failure(rendezvous.backend, missed, "; ".join(reasons), formed=channel.formed)
-
-    def _find_channel(self, epoch: Epoch, rendezvous: Rendezvous) -> Channel | None:
-        """Return the channel to the group of an attempt, or None if the attempt got none."""
-        channel, group = self._newest, rendezvous.derive_group(epoch.members)
-        return channel if channel is not None and channel.membership.group_id == group else None
+            self._backends.note_failure(backend, missed, "; ".join(reasons), formed=channel.formed)
 
     async def _judge_failure(
         self, failure: WeightChannelError, epoch: Epoch, rendezvous: Rendezvous, refit: _Refit
     ) -> tuple[_AttemptOutcome, dict[str, str]]:
         """Return the outcome of an attempt whose weights were not sent, and the members that held it up beyond its deadline, with the
         reason."""
-        channel = self._find_channel(epoch, rendezvous)
+        channel = refit.channel
         if not isinstance(failure, WeightChannelTimeout) or channel is None or not channel.formed:
             return _AttemptOutcome.INTERRUPTED, {}
         try:
@@ -428,19 +425,19 @@ class WeightSender:
                     now = await self._current(epoch.id, "transfer")
                     if gone := membership.find_lost(now, await self._replay.replicas()):
                         logger.warning("the transfer of version %d lost %s", refit.version, sorted(gone))
-                        self._close_channel()  # again in the next round, if it was not open yet
+                        self._channels.close()  # again in the next round, if it was not open yet
                 await broadcast
             except WeightChannelError as error:
                 logger.warning("the transfer of version %d failed: %s", refit.version, error)
-                self._close_channel()
+                self._channels.close()
                 return error
             except BaseException:
                 # the thread must end before the next attempt opens its own channel: there can be only one
                 while not broadcast.done():
-                    self._close_channel()  # again, if it was not open yet
+                    self._channels.close()  # again, if it was not open yet
                     await asyncio.wait((broadcast,), timeout=POLL_S)
                 broadcast.exception()  # retrieved, so that asyncio does not warn about it
-                self._close_channel()
+                self._channels.close()
                 raise
         return None
 
@@ -448,15 +445,18 @@ class WeightSender:
         """Run on a thread: open a channel to the group unless one is open, then send."""
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a new thread's device is 0
-        group = rendezvous.derive_group(members)
-        if self._channel is None or group != self._channel.membership.group_id:
-            self._close_channel()
+
+        def keep(channel: Channel) -> None:
+            self._channels.open = refit.channel = channel
+
+        channel = self._channels.open
+        if channel is not None and channel.membership.group_id == rendezvous.derive_group(members):
+            refit.channel = channel
+        else:
+            self._channels.close()
             place = GroupRank(**rendezvous.place(0, members), device=self._device(rendezvous.backend))
-            Channel.lead(place, self._meeting, deadline, self._keep_channel)
+            channel = Channel.lead(place, self._meeting, deadline, keep)
             self._members = members
-        channel = self._channel
-        if channel is None:
-            raise WeightChannelAborted("the transfer was abandoned")
         send(channel, refit.manifest, refit.source, deadline)
 
     async def _await_proofs(self, epoch: Epoch, refit: _Refit) -> _AttemptOutcome:
@@ -465,7 +465,7 @@ class WeightSender:
             while True:
                 epoch, fleet = await self._current(epoch.id, "transfer"), await self._replay.replicas()
                 if membership.dead(epoch, fleet):
-                    self._close_channel()  # it may have died before it passed the bytes on; members that wait for them are freed
+                    self._channels.close()  # it may have died before it passed the bytes on; members that wait for them are freed
                 left = started + self._config.timeout_s - time.monotonic()
                 if left <= 0 or not membership.find_unsettled(epoch, fleet):
                     return _AttemptOutcome.INTERRUPTED if epoch.interrupted else _AttemptOutcome.SETTLED
@@ -482,14 +482,6 @@ class WeightSender:
             return torch.device("cpu")
         assert self._gpu is not None  # `nccl_problem` names a trainer without one
         return self._gpu
-
-    def _keep_channel(self, channel: Channel) -> None:
-        self._channel = self._newest = channel
-
-    def _close_channel(self) -> None:
-        if self._channel is not None:
-            self._closed.add(self._channel)
-            self._channel = None
 
 
 def host_towards(url: str) -> str:

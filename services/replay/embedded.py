@@ -17,7 +17,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
-from headrace.base.errors import PortTaken, ServiceError
+from headrace.base.errors import PortTaken, ServiceError, Unavailable
 from headrace.base.parent import admit, reservations
 from headrace.config import Config
 from headrace.net.credentials import REDIS_ROLES, load_credentials, login, write
@@ -238,6 +238,6 @@ class EmbeddedServer:
                 f"replay.redis_port: can't listen on {self.host}:{self.port} (address already in use); "
                 "free the port, or set replay.redis_port to another one"
             )
-        return ServiceError(
+        return Unavailable(
             f"the embedded server did not start: {log[-1] if log else 'no output'} (see {self.folder / 'server.log'})"
         )

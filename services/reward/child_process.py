@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from headrace.base.backoff import pause_after
-from headrace.base.errors import ServiceError
+from headrace.base.errors import ServiceError, Unavailable
 
 from .frames import LENGTH, Started
 from .sandbox import MAX_RESULT_BYTES, SandboxDenied
@@ -63,7 +63,7 @@ class ChildProcess:
         if started.problem or not started.builds:
             await self.kill()
             if started.problem:
-                raise ServiceError(f"{self.what} can't start: {started.problem}")
+                raise Unavailable(f"{self.what} can't start: {started.problem}")
             raise SandboxDenied("; ".join(started.denials))
         self.started = started
         self._usable = True

@@ -236,7 +236,7 @@ async def test_malformed_calls(
         call = random.choice(calls[function])
         put_back(pipe, call.before)
         tried = messages_of(function, call, random)
-        batch = [next(tried) for _ in range(TOGETHER)]
+        batch = [next(tried) for _ in range(min(TOGETHER, messages))]
         replies = sent(pipe, [message.command for message in batch])
         put_back(pipe, call.before)
         # a digest costs more than a call: of refused calls in a row, one is enough

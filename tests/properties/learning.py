@@ -30,7 +30,7 @@ class Model(Episodes):
             return
         self.scored_since += 1
         self.meter("generated", held)
-        if self.limits.filter_equal and len(self._clamped(held)) == 1:
+        if self.limits.filter_equal and self._are_equal(held):
             self.filtered_since += 1
             self.meter("filtered", held)
             self.end(held, "filtered")
@@ -38,10 +38,12 @@ class Model(Episodes):
         else:
             held.state = "ready"
 
-    def _clamped(self, held: Held) -> set[float]:
+    def _are_equal(self, held: Held) -> bool:
+        """Whether the clamped rewards of the group are equal, but for rounding."""
         low = -math.inf if self.limits.reward_min is None else self.limits.reward_min
         high = math.inf if self.limits.reward_max is None else self.limits.reward_max
-        return {min(max(piece.reward, low), high) for piece in held.pieces.values() if piece.reward is not None}
+        rewards = [min(max(piece.reward, low), high) for piece in held.pieces.values() if piece.reward is not None]
+        return all(math.isclose(reward, rewards[0], rel_tol=1e-6) for reward in rewards)
 
     # -- batches
 

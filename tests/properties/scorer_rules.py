@@ -13,7 +13,7 @@ from tests.properties.caller import Caller, deliveries, new_each_time
 
 FAILURES: tuple[Status, ...] = ("FAILED", "TIMED_OUT", "INVALID", "INTERRUPTED", "NOT_STARTED", "UNSENDABLE")
 statuses: st.SearchStrategy[Status] = st.sampled_from(("SCORED",) * 9 + FAILURES)
-rewards = st.sampled_from([1.0, 0.0, 0.5, 2.0, -1.0])
+rewards = st.sampled_from([1.0, 0.0, 0.5, 0.1 + 0.4 - 1e-9, 2.0, -1.0])
 builds = st.sampled_from(("first",) * 4 + ("second",))
 Said = tuple[Status, float, str]
 said = st.tuples(statuses, rewards, builds)

@@ -63,8 +63,8 @@ IDEMPOTENT = {
 }
 
 
-# To look at every call would take ten times as long as all else.
-LOOK_EVERY = 11
+# To look closely at a call takes about as long as the call.
+LOOK_EVERY = 3
 # The longest that nobody calls while time passes.
 PACE_MS = 4_000
 
@@ -95,14 +95,6 @@ class Echo(BufferConnection):
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
-    """One who waits, and found nothing to do before a call."""
-
-    channel: str
-    who: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Delivered:
     """A call that was made: its commands, and when."""
 
@@ -125,7 +117,8 @@ class World:
         self.told: dict[str, GroupRecord] = {}  # what the history says of each group
         self.told_until = "-"
         self.woken = WakeUps(self.client)
-        self.looks = 0
+        self.just_woken: set[str] = set()  # by the last call
+        self.look_every, self.looks = LOOK_EVERY, 0
 
     async def open(self, limits: Limits) -> None:
         await self.client.redis.set(CLOCK, START_MS)
@@ -163,14 +156,16 @@ class World:
 
     async def limit(self, limits: Limits) -> None:
         """The replay service starts again with other limits."""
+        look = await self._look("open_run", ())
         await self.client.open_run(limits)
         self.model.limits = limits
         self.model.expire()
+        await self._compare_wakes(look, "open_run")
 
     async def call(self, name: str, *args: Any, echo: bool = False) -> Any:
         """The answer, or the refusal, on which both agree. `echo`: the server gets the call twice."""
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
-        look = self._look(name, args)
+        look = await self._look(name, args)
         now, unlawful = (self.model.timeline, self.model.next_step), self.model.unlawful()
         self.wire.on, self.wire.sent, self.wire.unheard = echo, [], None
         seen = await _outcome(getattr(self.client, name), name, args)
@@ -195,26 +190,20 @@ class World:
         await self._history(seen, now)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
-        await self._compare_wakes(look, name, args)
+        await self._compare_wakes(look, f"{name}{args}")
         return seen
 
-    def _look(self, name: str, args: tuple[Any, ...]) -> Look | None:
-        """Before one call of `LOOK_EVERY`, of one who may wait, in turn, unless it is their call."""
+    async def _look(self, name: str, args: tuple[Any, ...]) -> wakes.Look:
+        """Before a call: closely before one of `look_every`."""
         self.looks += 1
-        if self.looks % LOOK_EVERY:
-            return None
-        waiters = wakes.waiters(self.model)
-        channel, who = waiters[self.looks // LOOK_EVERY % len(waiters)]
-        if who in wakes.callers(self.model, name, args) or wakes.has_work(self.model, who):
-            return None
-        return Look(channel, who)
+        closely = self.looks % self.look_every == 0
+        short = closely and await self.client.redis.hget(f"hr:{{{self.client.run_id}}}", "short") == b"1"
+        return wakes.Look(self.model, name, args, closely=closely, short=short)
 
-    async def _compare_wakes(self, look: Look | None, name: str, args: tuple[Any, ...]) -> None:
-        woken = await self.woken.take()
-        if look is not None and look.channel not in woken:
-            assert not wakes.has_work(self.model, look.who), (
-                f"there is something for {look.who} now, and {look.channel} is not woken by {name}{args}"
-            )
+    async def _compare_wakes(self, look: wakes.Look, call: str) -> None:
+        self.just_woken = await self.woken.take()
+        missed = look.missed(self.model, self.just_woken)
+        assert not missed, f"{'; '.join(missed)}; and {sorted(self.just_woken)} alone were woken by {call}"
 
     async def deliver_again(self, which: int) -> Any:
         """The very commands of an earlier call arrive once more, however late. Nobody waits for the answer; it is returned where
@@ -222,6 +211,7 @@ class World:
         delivered = self.delivered[-1 - which % len(self.delivered)]
         name, args, sent = delivered.name, delivered.args, delivered.sent
         before = {held.id: _seen_of(held) for held in self.model.groups.values()}
+        look = await self._look(name, args)
         now = self.model.timeline, self.model.next_step
         replies: list[Any] = [None]
         heard = name in HEARD
@@ -236,6 +226,7 @@ class World:
         await self._history(None, now)
         after = {held.id: _seen_of(held) for held in self.model.groups.values()}
         await self.compare([group for group in before | after if before.get(group) != after.get(group)])
+        await self._compare_wakes(look, f"{name}{args} once more")
         return seen
 
     async def _heard(self, name: str, reply: Any) -> Any:

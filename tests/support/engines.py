@@ -18,10 +18,7 @@ PATIENCE_S = 400.0  # for an engine to start on a busy machine
 TIMELINE = "timeline-1"
 # what float32 on two implementations differs by is about 3e-6; a refit that went wrong differs by 1e-2 and more
 TOLERANCE = 1e-4
-FAULTY = {
-    "worker_extension_cls": "tests.support.faulty_load.FaultyLoadExtension",
-    "weight_transfer_config": {"backend": "faulty-load"},
-}
+FAULTY = {"worker_extension_cls": "tests.support.faulty_load.FaultyLoadExtension"}
 
 
 class Replica:

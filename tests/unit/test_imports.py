@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 ABSOLUTE = re.compile(r"^ *(?:from|import) (?:headrace_)?services\b.*", re.MULTILINE)
 HEAVY = {"torch", "vllm", "transformers", "headrace_services"}
@@ -50,73 +48,66 @@ asyncio.run(main())
 """
 
 
-def modules_after(code: str) -> set[str]:
-    """Names of all modules that a fresh interpreter has loaded after `code`."""
-    report = "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-P", "-c", code + report], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout))
+def modules_after(*codes: str) -> list[set[str]]:
+    """Names of all modules that a fresh interpreter has loaded after each of these, one after the other."""
+    report = "\nprint(__import__('json').dumps(sorted(__import__('sys').modules)))\n"
+    code = "".join(code + report for code in codes)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return [set(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def top_level(modules: set[str]) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
-@pytest.mark.parametrize(
-    "module", ["headrace.replay", "headrace.cli", "headrace.net.service", "headrace.launch.pipeline"]
-)
-def test_importing_headrace_brings_nothing_heavy(module: str) -> None:
-    assert not top_level(modules_after(f"import {module}")) & HEAVY
-
-
 def test_what_starts_and_watches_runs_loads_only_what_it_uses() -> None:
     """What it doesn't use would be a third of what it takes to start."""
-    started = "headrace.cli.up, headrace.cli.status, headrace_services.replay.main, headrace_services.reward.main"
-    assert not top_level(modules_after(f"import {started}")) & {"numpy", "jinja2", "pydantic_settings"}
+    ours = ("headrace.replay", "headrace.cli", "headrace.net.service", "headrace.launch.pipeline")
+    services = "headrace.cli.up, headrace.cli.status, headrace_services.replay.main, headrace_services.reward.main"
+    *loaded, started = modules_after(*(f"import {module}" for module in (*ours, services)))
+    for module, names in zip(ours, loaded, strict=True):
+        assert not top_level(names) & HEAVY, module
+    assert not top_level(started) & {"numpy", "jinja2", "pydantic_settings", "torch", "transformers", "vllm"}
 
 
 def test_what_commands_draw_with_loads_no_torch() -> None:
     """`headrace up` draws a run's curves at its end, `headrace env try` a page of groups."""
-    loaded = modules_after("from headrace_services.trainer.telemetry import batch_samples, plots")
+    (loaded,) = modules_after("from headrace_services.trainer.telemetry import batch_samples, plots")
     assert not top_level(loaded) & {"torch", "transformers"}
 
 
-def test_importing_headrace_loads_the_errors_alone() -> None:
-    loaded = modules_after("import headrace")
-    assert {module for module in loaded if module.startswith("headrace")} == ERRORS
-    assert "numpy" not in loaded
+def test_what_is_started_again_and_again_loads_next_to_nothing() -> None:
+    modules = (
+        "headrace.base.parent",
+        "headrace_services.reward.code_worker",
+        "headrace_services.reward.judge.template",
+    )
+    for module, loaded in zip(modules, modules_after(*(f"import {module}" for module in modules)), strict=True):
+        assert not top_level(loaded) & {"asyncio", "numpy", "pydantic"}, module
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["headrace.base.parent", "headrace_services.reward.code_worker", "headrace_services.reward.judge.template"],
-)
-def test_what_is_started_again_and_again_loads_next_to_nothing(module: str) -> None:
-    loaded = modules_after(f"import {module}")
-    assert not top_level(loaded) & {"asyncio", "numpy", "pydantic"}
-
-
-def test_an_environment_loads_the_sdk_alone() -> None:
-    loaded = modules_after("from headrace import Environment")
-    assert {module for module in loaded if module.startswith("headrace")} <= SDK
-    assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
-
-
-@pytest.mark.parametrize("code", [SERVED, "import headrace.env.attachment", "import headrace.testing"])
-def test_an_environment_loads_no_service_client_or_configuration(code: str) -> None:
-    loaded = modules_after(code)
-    assert "headrace.env.server" in loaded
-    assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)
-    assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.launch"} & loaded
-
-
-def test_checking_an_environment_needs_the_base_package_alone() -> None:
-    loaded = modules_after("import headrace.cli.env_check")
-    assert not top_level(loaded) & (HEAVY | {"fastapi", "uvicorn", "prometheus_client", "httpx"})
-
-
-def test_what_pytest_loads_of_us_in_every_session_is_the_sdk() -> None:
-    loaded = modules_after("import headrace.pytest_plugin")
-    assert {module for module in loaded if module.startswith("headrace")} <= SDK | {"headrace.pytest_plugin"}
+def test_an_environment_loads_the_sdk_alone_and_no_service_or_client() -> None:
+    errors, sdk, in_pytest, *served, checked = modules_after(
+        "import headrace",
+        "from headrace import Environment",
+        "import headrace.pytest_plugin",
+        SERVED,
+        "import headrace.env.attachment",
+        "import headrace.testing",
+        "import headrace.cli.env_check",
+    )
+    assert {module for module in errors if module.startswith("headrace")} == ERRORS
+    assert "numpy" not in errors
+    assert {module for module in sdk if module.startswith("headrace")} <= SDK
+    assert not top_level(sdk) & (HEAVY | NOT_FOR_ENVIRONMENTS | {"asyncio", "grpc"})
+    # what pytest loads of us in every session
+    assert {module for module in in_pytest if module.startswith("headrace")} <= SDK | {"headrace.pytest_plugin"}
+    for loaded in served:
+        assert "headrace.env.server" in loaded
+        assert not top_level(loaded) & (HEAVY | NOT_FOR_ENVIRONMENTS)
+        assert not {"headrace.cli", "headrace.config", "headrace.replay", "headrace.launch"} & loaded
+    # checking one needs the base package
+    assert not top_level(checked) & (HEAVY | {"fastapi", "uvicorn", "prometheus_client", "httpx"})
 
 
 def test_services_import_their_own_modules_relatively() -> None:

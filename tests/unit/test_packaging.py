@@ -45,18 +45,9 @@ def wheel(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = source / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / name).read_bytes())
-    build = [
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(folder),
-        str(source),
-    ]
-    done = subprocess.run([sys.executable, *build], capture_output=True, text=True)
+    # as pip asks for it
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return next(folder.glob("headrace-*.whl"))
 
@@ -83,21 +74,22 @@ def test_the_wheel_has_every_module_and_every_file_that_they_read(wheel: Path, s
     assert any(name.endswith(".lua") for name in modules)
 
 
-@pytest.mark.parametrize("regular", [True, False], ids=["regular package", "namespace package"])
-def test_a_users_package_called_services_shadows_nothing(wheel: Path, tmp_path: Path, regular: bool) -> None:
-    site, mine = tmp_path / "site", tmp_path / "mine" / "services"
+def test_a_users_package_called_services_shadows_nothing(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    mine.mkdir(parents=True)
-    (mine / ("__init__.py" if regular else "shop.py")).write_text("")
-    # the wheel's copy comes before that of the checkout; the user's directory comes first, as it does for `python script.py`
-    environ = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_BOTH], cwd=mine.parent, env=environ, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    users, ours = done.stdout.split()
-    assert Path(users) == mine
-    assert Path(ours) == site / "headrace_services" / "__init__.py"
+    for file in ("__init__.py", "shop.py"):  # a regular package, and a namespace package
+        mine = tmp_path / file / "services"
+        mine.mkdir(parents=True)
+        (mine / file).write_text("")
+        # the wheel's copy comes before that of the checkout; the user's directory comes first, as it does for `python script.py`
+        environ = {**os.environ, "PYTHONPATH": str(site)}
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT_BOTH], cwd=mine.parent, env=environ, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        users, ours = done.stdout.split()
+        assert Path(users) == mine
+        assert Path(ours) == site / "headrace_services" / "__init__.py"
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
@@ -226,15 +218,17 @@ def imports(node: ast.AST, package: str, in_functions: bool) -> Iterator[str]:
 
 
 @functools.cache
-def imported(in_functions: bool) -> dict[str, set[str]]:
-    """What each of our modules imports, with or without what it imports once a function is called, and the package that it is in."""
+def imported() -> dict[str, tuple[set[str], set[str]]]:
+    """What each of our modules imports, without and with what it imports once a function is called, and the package that it is in."""
     found = {}
     for folder, package in (("headrace", "headrace"), ("services", "headrace_services")):
         for path in (ROOT / folder).rglob("*.py"):
             *within, module = path.relative_to(ROOT / folder).with_suffix("").parts
             place = ".".join([package, *within])
             name = place if module == "__init__" else f"{place}.{module}"
-            found[name] = {*imports(ast.parse(path.read_text()), place, in_functions), name.rpartition(".")[0]}
+            tree, within_package = ast.parse(path.read_text()), name.rpartition(".")[0]
+            at_once, ever = ({*imports(tree, place, in_functions), within_package} for in_functions in (False, True))
+            found[name] = at_once, ever
     return found
 
 
@@ -246,7 +240,7 @@ def distributions() -> Mapping[str, list[str]]:
 
 def undeclared(modules: set[str], extras: tuple[str, ...], in_functions: bool) -> set[str]:
     """The imports of these modules of ours, and of those that they import, that neither the base package nor the extras declare."""
-    brought_by, ours = distributions(), imported(in_functions)
+    brought_by, ours = distributions(), {name: both[in_functions] for name, both in imported().items()}
     left, seen, found = [*modules], set[str](), set[str]()
     while left:
         module = left.pop()
@@ -265,20 +259,20 @@ def undeclared(modules: set[str], extras: tuple[str, ...], in_functions: bool) -
 @pytest.mark.parametrize("room", ["agents", "replay", "reward", "rollout", "trainer"])
 def test_an_extra_declares_whatever_its_service_imports(room: str) -> None:
     """What another package brings today may be gone tomorrow."""
-    own = {name for name in imported(True) if f"{name}.".startswith(f"headrace_services.{room}.")}
+    own = {name for name in imported() if f"{name}.".startswith(f"headrace_services.{room}.")}
     assert f"headrace_services.{room}.main" in own
     assert undeclared(own, (room,), in_functions=True) == set(), f"declare it in the extra {room} of pyproject.toml"
 
 
 def test_the_extra_of_the_page_declares_whatever_it_imports() -> None:
-    own = {name for name in imported(True) if name.startswith("headrace.page.")}
+    own = {name for name in imported() if name.startswith("headrace.page.")}
     assert "headrace.page.server" in own
     assert undeclared(own, ("page",), in_functions=True) == set(), "declare it in the extra page of pyproject.toml"
 
 
 def test_the_base_package_declares_whatever_loading_it_imports() -> None:
     """Only the listeners of services and of `headrace serve`, and what pytest loads, need more."""
-    own = {name for name in imported(False) if name.partition(".")[0] == "headrace"}
+    own = {name for name in imported() if name.partition(".")[0] == "headrace"}
     own -= {
         "headrace.net.http_connection",
         "headrace.net.limited_server",

@@ -73,8 +73,7 @@ local function expire_holder(run, registry)
   local key = replica_key(run, id)
   if redis.call('HGET', key, 'state') ~= 'DEAD' then
     redis.call('HSET', key, 'state', 'DEAD', 'reason', 'no heartbeat')
-    redis.call('SREM', run.base .. 'waiting', id)
-    redis.call('ZREM', run.base .. 'pullers', id)
+    uncount(run, id)
     tell_state(run, id, 'DEAD')
   elseif redis.call('EXISTS', run.base .. 'h:' .. id) == 0 then
     redis.call('UNLINK', key)

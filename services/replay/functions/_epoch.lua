@@ -68,7 +68,6 @@ local function set_state(run, epoch, state)
   epoch.state = state
   redis.call('HSET', run.base .. 'epoch', 'state', state)
   event(run, 'epoch', 'epoch', epoch.id, 'version', epoch.version, 'state', state)
-  wake(run, 'epoch')
   wake(run, 'work')
 end
 
@@ -76,6 +75,7 @@ local function set_stale(run, id, reason)
   if redis.call('HGET', replica_key(run, id), 'state') == 'HEALTHY' then
     redis.call('HSET', replica_key(run, id), 'state', 'STALE', 'reason', words(reason))
     event(run, 'replica', 'replica', id, 'state', 'STALE', 'reason', words(reason))
+    wake(run, 'work')  -- its share is for others
   end
 end
 

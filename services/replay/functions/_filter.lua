@@ -1,4 +1,4 @@
--- Dynamic sampling: a group whose trajectories all have the same reward teaches nothing.
+-- Dynamic sampling: a group whose trajectories all have the same reward, but for rounding, teaches nothing: its advantages are 0.
 --
 -- The run's `filter` says what to compare: '' nothing; `<low> <high>` the rewards, clamped to these bounds; `<low> <high> components` each
 -- of the reward components in the score records, clamped in the same way.
@@ -39,10 +39,16 @@ local function compared_of(run, group, compared)
   return found
 end
 
+-- ROUNDING in services/trainer/learning/algorithms/statistics.py: a difference of this share of the larger value, or less, is rounding.
+-- Scaling maps the bounds to others, so of large numbers in narrow bounds a share of these counts.
+local ROUNDING = 1e-6
+
 local function same(one, other, low, high)
   for field, value in pairs(one) do
     local against = other[field]
-    if not against or math.min(math.max(value, low), high) ~= math.min(math.max(against, low), high) then return false end
+    if not against then return false end
+    local first, second = math.min(math.max(value, low), high), math.min(math.max(against, low), high)
+    if math.abs(first - second) > ROUNDING * math.min(math.max(math.abs(first), math.abs(second)), high - low) then return false end
   end
   return true
 end

@@ -33,6 +33,13 @@ local function tell_state(run, holder, state)
   wake(run, 'epoch')
 end
 
+-- The member is no longer counted: others that wait have its share (_lease.lua), and runners lease by the weights of others.
+local function uncount(run, id)
+  redis.call('SREM', run.base .. 'waiting', id)
+  redis.call('ZREM', run.base .. 'pullers', id)
+  wake(run, 'work')
+end
+
 -- A replica is HEALTHY only on the timeline on which that was proved.
 local function state_of(run, state, timeline)
   if state == 'HEALTHY' and timeline ~= run.timeline then return 'STALE' end

@@ -277,6 +277,7 @@ local function requeue(run, group, cause, counted, reason)
   tell(run, 'requeued', group.id, {'c', cause}, reason)
   event(run, 'requeued', 'group', group.id, 'cause', cause, 'reason', words(reason))
   wake(run, 'work')
+  wake(run, 'ready')  -- those behind it in line may be the next batch
   return nil
 end
 

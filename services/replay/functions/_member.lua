@@ -32,8 +32,7 @@ local function leave_fleet(run, holder, died)
   if not take_back(run, holder, died) then return redis.call('SCARD', run.base .. 'h:' .. holder) end
   redis.call('UNLINK', key)
   redis.call('ZREM', registry_of(run, holder), holder)
-  redis.call('SREM', run.base .. 'waiting', holder)
-  redis.call('ZREM', run.base .. 'pullers', holder)
+  uncount(run, holder)
   retire(run, holder)
   tell_state(run, holder, 'LEFT')
   return 0

@@ -33,7 +33,6 @@ end
 local function empty_trash(run)
   local trash = run.base .. 'trash'
   for _, id in ipairs(redis.call('LPOP', trash, BATCH) or {}) do erase(run, load_group(run, id, ERASED)) end
-  wake(run, 'work')  -- freed bytes may admit a lease
   return redis.call('LLEN', trash)
 end
 
@@ -48,6 +47,8 @@ register('commit', {version = natural, timeline = text, trained = text}, functio
     refuse('HR_STEP', 'commit of version ' .. version .. ': the steps from ' .. math.max(run.committed, 0) ..
       ' on are not those that were trained')
   end
+  -- the payloads of these steps may go now, although none is freed here (_memory.lua)
+  if run.short == 1 and version > run.committed then wake(run, 'work') end
   commit_steps(run, version)
   return meter_tally(run) + empty_trash(run)
 end)

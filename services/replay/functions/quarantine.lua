@@ -28,6 +28,6 @@ register('quarantine', {
   take_back(run, id, false)
   event(run, 'replica', 'replica', id, 'state', 'QUARANTINED', 'reason', words(call.reason))
   wake(run, 'epoch')
-  wake(run, 'work')
+  wake(run, 'work')  -- as when it leaves (_fleet.lua)
   return 1
 end)

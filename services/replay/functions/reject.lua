@@ -66,7 +66,5 @@ register('reject', {
   redis.call('UNLINK', run.base .. 'since')
   redis.call('SET', rejected, call.nonce)
   event(run, 'rejected', 'step', step, 'reason', words(call.reason))
-  wake(run, 'ready')
-  wake(run, 'work')
   return 1
 end)

@@ -151,6 +151,7 @@ local function hand_out(run, step, groups)
   local scored, filtered = unpack(redis.call('HMGET', run.base .. 'since', 'scored', 'filtered'))
   redis.call('HSET', run.base .. 'since', 'scored', 0, 'filtered', 0, 'batch_scored', scored or 0, 'batch_filtered', filtered or 0)
   event(run, 'reserved', 'step', step)
+  if run.short == 1 then wake(run, 'work') end  -- the payloads of the step before may go now (_memory.lua)
   return batch_of(run, step, ids)
 end
 

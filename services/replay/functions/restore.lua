@@ -43,6 +43,6 @@ register('restore', {
   move(run, 'train', nil, 'trained', version * run.prompts_per_step)
   event(run, 'restored', 'version', version, 'incarnation', incarnation)
   tell(run, 'restored', '', {'v', version, 't', timeline})
-  for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
+  for _, channel in ipairs({'work', 'ready', 'epoch'}) do wake(run, channel) end
   return cmsgpack.pack(run_state(run))
 end, true)

@@ -136,6 +136,6 @@ register('rewind', {version = natural, timeline = name}, function(run, call)
   begin_timeline(run, version, timeline)
   event(run, 'rewound', 'version', version, 'timeline', timeline)
   tell(run, 'rewound', '', {'v', version, 't', timeline})
-  for _, channel in ipairs({'work', 'ready', 'scoring', 'epoch'}) do wake(run, channel) end
+  for _, channel in ipairs({'work', 'ready', 'epoch'}) do wake(run, channel) end
   return cmsgpack.pack(run_state(run))
 end)

@@ -16,7 +16,7 @@ import prometheus_client
 
 from headrace.base.addresses import find_proxy, url_through_proxy
 from headrace.base.backoff import pause_after
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, UnusableFile
 from headrace.base.http_client import AnswerTooLarge, HttpAnswer, HttpClient, NotReached
 from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
@@ -73,7 +73,7 @@ class VerdictStore:
             self._database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, verdict BLOB)")
             self._database.execute("CREATE TABLE IF NOT EXISTS requests (sent INTEGER)")
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(
+            raise UnusableFile(
                 f"{path}: the judges' verdicts can't be stored there ({error}); repair or delete the file"
             ) from error
 
@@ -271,5 +271,7 @@ def _headers(judge: JudgeConfig) -> dict[str, str]:
         ) from error
     if not key or not key.isprintable():  # HTTP has no header with a line break
         held = "several lines, or control characters" if key else "nothing"
-        raise ConfigError(f"judges.api_key_file {judge.api_key_file} holds {held}; give a file that holds only the key")
+        raise UnusableFile(
+            f"judges.api_key_file {judge.api_key_file} holds {held}; give a file that holds only the key"
+        )
     return {"Authorization": f"Bearer {key}"}

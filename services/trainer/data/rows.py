@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, UnusableFile
 from headrace.env.environment import describe_error
 from headrace.env.environment_file import run_file
 from headrace.env.reward_function import TRL, VERL
@@ -275,7 +275,7 @@ def _load(name: str, key: str) -> Callable[..., Any]:
     if ".py:" in name:
         file, _, attribute = name.rpartition(":")
         if not Path(file).is_file():
-            raise ConfigError(
+            raise UnusableFile(
                 f"{key} {name}: the file {file} does not exist; give its path, relative to the file that names it or to this directory"
             )
         module = run_file(f"{key} {name}", Path(file))

@@ -119,6 +119,50 @@ async def test_other_exceptions_are_restarted_up_to_the_limit(supervisor: Superv
     assert (service.state, service.restarts) == ("finished", 1)
 
 
+async def test_law_6_waits_are_no_crashes(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A file is away at five starts, more than there may be crashes; what follows is the first crash."""
+    lives = """match len(lives.read_text()):
+            case 1 | 7: sys.exit(70)
+            case 8: sys.exit(0)
+            case _: Path('/away').read_bytes()"""
+    service = child(tmp_path, SERVICE.format(work=lives), ends_run=True)
+    service.was_ready = service.was_let_in = True
+    await supervisor.supervise(service)
+    assert (tmp_path / "lives").read_text() == "x" * 8
+    assert (service.waited, service.fruitless, service.restarts) == (5, 2, 7)
+    assert "/away" in service.waits_why
+
+
+async def test_law_6_a_service_whose_log_can_not_be_opened_waits(tmp_path: Path) -> None:
+    """The folder of logs is a file when it is to be started a second time."""
+    logs, lines = tmp_path / "logs", []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if str(logs) in line:
+            logs.unlink()
+
+    code = """
+import sys
+from pathlib import Path
+logs = Path(sys.argv[1]) / "logs"
+if logs.with_name("died").exists():
+    sys.exit(0)
+logs.rename(logs.with_name("died"))
+logs.touch()
+sys.exit(70)
+"""
+    supervisor = Supervisor(os.environ, report, QUICK, grace_s=1.0)
+    service = Child("service", [sys.executable, "-c", code, str(tmp_path)], logs / "service.log", ends_run=True)
+    service.was_ready = service.was_let_in = True
+    try:
+        await supervisor.supervise(service)
+    finally:
+        supervisor.close()
+    assert (service.state, service.waited, service.fruitless) == ("finished", 1, 1)
+    assert any(str(logs) in line for line in lines)
+
+
 async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
     service = child(tmp_path, "import sys; sys.exit('error: port 1 is busy')")
     with pytest.raises(ServiceFailed, match="error: port 1 is busy"):

@@ -195,8 +195,8 @@ def test_a_run_survives_the_kill_of_any_service_and_ctrl_c_ends_all(
 
 
 @pytest.mark.parametrize("real", ["light"], indirect=True)  # what waits is the supervisor
-def test_law_6_what_is_restarted_while_the_server_refuses_it_waits(up: Start, folder: Path, tmp_path: Path) -> None:
-    """At the first start it ends with the words: nobody knows of a time when it was let in."""
+def test_law_6_what_is_restarted_in_an_outage_waits(up: Start, folder: Path, tmp_path: Path) -> None:
+    """The server refuses it; later a file is away. A first start ends with the words: nobody knows of a time when it was let in."""
     secrets, users, port = tmp_path / "secrets", tmp_path / "users.acl", free_port()
     passwords = {role: f"secret-of-{role}" for role in REDIS_ROLES}
     secrets.write_text("".join(f"redis {role} {password}\n" for role, password in passwords.items()))
@@ -238,6 +238,20 @@ def test_law_6_what_is_restarted_while_the_server_refuses_it_waits(up: Start, fo
             run.wait_for(f"no longer waits for the buffer's server, for {service}")
         goes_on(run)
         assert "the buffer's server" not in status_of(folder)
+
+        admin.execute_command("ACL", "SETUSER", "test-reader", "nocommands")  # by which `up` watches
+        away = secrets.rename(tmp_path / "late")
+        for service in ("replay", "trainer"):
+            os.kill(run.pid_of("headrace.cli", f" {service} "), signal.SIGKILL)
+        for service in ("replay", "trainer"):
+            run.wait_for(f"waits for the start of {service}, ")
+        record = json.loads((folder / "run.json").read_text())
+        assert all(f"security.credentials {secrets} can't be read" in wait for wait in record["waits"]), record
+        away.rename(secrets)
+        admin.execute_command("ACL", "LOAD")
+        for service in ("replay", "trainer"):
+            run.wait_for(f"no longer waits for the start of {service}")
+        goes_on(run)
         assert run.stop(signal.SIGTERM) == []
     finally:
         admin.close()

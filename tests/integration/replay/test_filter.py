@@ -68,9 +68,33 @@ async def test_law_1_conservation_a_filtered_group_never_comes_back(replay: Repl
 async def test_rewards_are_compared_after_clamping(replay: ReplayClient, limits: Limits) -> None:
     await replay.open_run(dataclasses.replace(limits, reward_min=0.0, reward_max=1.0))
     replica = await begin(replay, 4)
-    await generate(replay, replica, [[1.0, 7.5], [-3.0, 0.0], [-3.0, 7.5], [0.1, 0.3 - 0.2]])
-    assert {"ready": 2, "filtered": 2}.items() <= (await replay.state()).counts.items()  # 0.3 - 0.2 is not 0.1
+    await generate(replay, replica, [[1.0, 7.5], [-3.0, 0.0], [-3.0, 7.5], [0.1, 0.1001]])
+    assert {"ready": 2, "filtered": 2}.items() <= (await replay.state()).counts.items()
     assert (await reserve(replay, 0)).groups == ("e0-train-2", "e0-train-3")
+
+
+@pytest.mark.parametrize("by_components", [False, True])
+async def test_rewards_that_differ_by_rounding_are_equal(
+    replay: ReplayClient, limits: Limits, by_components: bool
+) -> None:
+    """As the trainer says: the advantages would be 0. NeMo RL's rewards are float32, which has no 0.1 + 0.2."""
+    await replay.open_run(dataclasses.replace(limits, max_age=3, filter_components=by_components))
+    rows = [[0.1 + 0.2, 0.3], [-1e-9, 1e-9], [1e8, 1e8 + 1], [0.3, 0.30001], [-0.3, 0.3], [0.0, 0.0]]
+    replica = await begin(replay, len(rows))
+    if by_components:
+        groups = [[{"a": reward} for reward in row] for row in rows]
+        assert await score_components(replay, replica, groups) == [3, 3]
+    else:
+        await generate(replay, replica, rows)
+    held = [await replay.group(f"e0-train-{order}") for order in range(len(rows))]
+    assert [group is None for group in held] == [True, False, True, False, False, True]
+
+
+async def test_rounding_of_large_rewards_in_narrow_bounds_is_none(replay: ReplayClient, limits: Limits) -> None:
+    """Scaling makes 0 and 0.5 of these."""
+    await replay.open_run(dataclasses.replace(limits, reward_min=1e6, reward_max=1e6 + 1))
+    await generate(replay, await begin(replay, 1), [[1e6, 1e6 + 0.5]])
+    assert (await replay.state()).counts["ready"] == 1
 
 
 async def score_components(

@@ -276,3 +276,14 @@ async def test_law_7_a_score_of_a_lost_lease_s_trajectory_counts(replay: ReplayC
     await push_all(replay, lease)
     await score_all(replay)
     assert [t["reward"] for t in (await group_of(replay, lease))["trajectories"]] == [0.25, 2.0]
+
+
+async def test_law_6_a_validation_that_was_given_back_goes_first(replay: ReplayClient) -> None:
+    """It has no place in line: the next refit waits for it, however late it began."""
+    replica = await begin(replay, 1)
+    (training,) = await replay.lease(replica, 1)
+    await replay.enqueue([make_group(0, lane="validation")], (await replay.state()).timeline)
+    (validation,) = await replay.lease(replica, 1)
+    for lease in (training, validation):
+        await replay.release(lease, "it drains", failed=False)
+    assert [lease.group.lane for lease in await replay.lease(replica, 2)] == ["validation", "train"]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.errors import ServiceError, WeightChannelAborted, WeightChannelError, WeightChannelTimeout
-from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore, SignedStore
+from headrace_services.refit.channel import Channel, Channels, GroupRank, RendezvousStore, SignedStore
 from headrace_services.refit.checksum import checksum
 from headrace_services.refit.manifest import Manifest
 from headrace_services.refit.transfer import copy, receive, send
@@ -292,14 +292,15 @@ def test_a_closed_group_frees_its_buckets(fleet: Fleet) -> None:
     """As after a replica has joined or died: the next group has buckets of its own."""
     tensors = weights()
     manifest = manifest_of(tensors)
-    closed, buckets = ClosedChannels(), []
+    channels, buckets = Channels(), []
     for fleet.group in ("first", "second", "third"):
         fleet.start(manifest, 1)
         channel = fleet.lead(1)
         send(channel, manifest, tensors, time.monotonic() + PATIENCE_S)
         fleet.peers[-1].expect("received")
         buckets += [weakref.ref(bucket) for bucket in channel._buffers]
-        closed.add(channel)
+        channels.open = channel
+        channels.close()
         assert channel.join(PATIENCE_S)
     gc.collect()
     assert not [kept for bucket in buckets if (kept := bucket()) is not None]

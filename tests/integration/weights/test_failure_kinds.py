@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import contextlib
 
 import msgspec
 import pytest
@@ -16,19 +15,18 @@ from headrace_services.refit.receiver import RefitFailure, TransferInterrupted
 def test_a_worker_reports_the_kind_of_its_failure() -> None:
     from vllm.config import VllmConfig
 
-    from headrace_services.refit.engine_extension import WeightChannelExtension, _interrupting
+    from headrace_services.refit.engine_extension import _interrupting, returning_failure
+
+    class Worker:
+        vllm_config = VllmConfig()
+
+        @returning_failure
+        def call(self, error: Exception, *, in_collective: bool) -> None:
+            with _interrupting() if in_collective else contextlib.nullcontext():
+                raise error
 
     def failing(error: Exception, *, in_collective: bool = False) -> RefitFailure | None:
-        def join(*_: Any) -> None:
-            if not in_collective:
-                raise error
-            with _interrupting():
-                raise error
-
-        extension: Any = WeightChannelExtension()
-        extension.weight_transfer_engine = SimpleNamespace(join=join)
-        extension.vllm_config = VllmConfig()
-        return extension.join_group({}, 1.0)
+        return Worker().call(error, in_collective=in_collective)
 
     gone = WeightChannelAborted("the group is over")
     assert failing(gone, in_collective=True) == RefitFailure("interrupted", "the group is over")

@@ -107,7 +107,7 @@ async def test_devices_that_rule_out_nccl_are_named_and_no_failure(
     assert (await run.refit(0)).given_up == ("nccl",)
     caplog.set_level(logging.INFO)
     run.sender._uuids = ["GPU-b"]  # the replica's
-    run.sender._close_channel()
+    run.sender._channels.close()
     await run.refit(1)
     assert nccl.tried == ["nccl", "nccl-blocking", "gloo"]
     (said,) = [record for record in caplog.records if "weights travel by gloo" in record.getMessage()]

@@ -21,7 +21,7 @@ from headrace.base.errors import Restartable, WeightChannelTimeout
 from headrace.config import Config
 from headrace_services.refit import nccl
 from headrace_services.refit.backends import Backend
-from headrace_services.refit.channel import Channel, ClosedChannels, GroupRank, RendezvousStore
+from headrace_services.refit.channel import Channel, Channels, GroupRank, RendezvousStore
 from headrace_services.refit.sender import WeightSender
 
 PATIENCE_S = 60.0
@@ -84,30 +84,32 @@ def test_a_peer_that_never_comes_is_given_up_and_leaves_no_thread(group: Group) 
     assert group.connecting.is_set()
     assert channel.join(PATIENCE_S)
     assert group.aborted.is_set()
-    closed = ClosedChannels()
-    closed.add(channel)
-    closed.check()
+    channels = Channels()
+    channels.open = channel
+    channels.close()
+    channels.check()
 
 
 def test_an_abort_that_blocks_holds_nobody_up(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     group.connects = True
-    channel, closed = lead(0.5), ClosedChannels()  # which would wait for ever if the abort were waited for
-    closed.add(channel)
-    closed.check()  # it still has time
+    channel, channels = lead(0.5), Channels()  # which would wait for ever if the abort were waited for
+    channels.open = channel
+    channels.close()
+    channels.check()  # it still has time
     monkeypatch.setattr(channel, "_over_by", time.monotonic())
     with pytest.raises(Restartable, match=r"group g.*abandoned call"):
-        closed.check()
+        channels.check()
     group.let_go.set()
     assert channel.join(PATIENCE_S)
-    closed.check()
+    channels.check()
 
 
 async def test_no_refit_begins_beside_a_call_that_hangs(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     group.connects = True
     monkeypatch.setattr("headrace_services.refit.channel.ABORT_S", 0.0)
     sender = WeightSender(Config(), SimpleNamespace())  # type: ignore[arg-type]
-    sender._keep_channel(await asyncio.to_thread(lead, 0.5))
-    sender._close_channel()  # on the event loop
+    sender._channels.open = await asyncio.to_thread(lead, 0.5)
+    sender._channels.close()  # on the event loop
     source = SimpleNamespace(metadata=lambda: [("a", "float32", (1,))])
     with pytest.raises(Restartable, match="only a new process"):
         await sender.refit(0, "t", source, torch.zeros(2).numpy(), torch.zeros(1).numpy())  # type: ignore[arg-type]
@@ -120,25 +122,28 @@ def test_a_group_that_never_connected_holds_no_device(
     """So the process goes on, and the weights can travel another way."""
     monkeypatch.setattr("headrace_services.refit.channel.ABORT_S", 0.0)
     group.failure = failure
-    channel, closed = lead(0.5), ClosedChannels()
-    closed.add(channel)
-    closed.check()
+    channel, channels = lead(0.5), Channels()
+    channels.open = channel
+    channels.close()
+    channels.check()
     group.let_go.set()
     assert channel.join(PATIENCE_S)
-    closed.check()
+    channels.check()
 
 
 def test_a_group_that_was_not_aborted_ends_the_process(group: Group, caplog: pytest.LogCaptureFixture) -> None:
     group.connects, group.failure = True, RuntimeError("NCCL timeout in: NCCLUtils.cpp")
     group.let_go.set()
-    channel, closed = lead(0.5), ClosedChannels()
-    closed.add(channel)
+    channel, channels = lead(0.5), Channels()
+    channels.open = channel
+    channels.close()
     assert channel.join(PATIENCE_S)
     assert "could not be aborted" in caplog.text
     store = RendezvousStore("127.0.0.1", 0)
-    closed.add(Channel(place(store), store.connect()))  # another does not make it forgotten
+    channels.open = Channel(place(store), store.connect())  # another does not make it forgotten
+    channels.close()
     with pytest.raises(Restartable, match=r"group g.*aborted.*NCCL timeout"):
-        closed.check()
+        channels.check()
 
 
 class TorchsGroup:

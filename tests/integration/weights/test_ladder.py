@@ -119,7 +119,7 @@ async def _goes_on(pair: Pair, replay: ReplayClient, nccl: Nccl, backend: str) -
     report = await pair.trainer.refit(1)
     assert (report.verified, report.members, report.attempts) == ((pair.survivor.id,), (pair.survivor.id,), 1)
     assert set(nccl.tried[before:]) <= {backend}
-    channel = pair.trainer.sender._channel
+    channel = pair.trainer.sender._channels.open
     assert isinstance(channel, Channel)
     assert (channel.membership.backend, channel.membership.world_size) == (backend, 2)
     assert backend not in pair.trainer.sender._backends._lost

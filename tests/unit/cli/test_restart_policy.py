@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import (
+    ConfigError,
     HeadraceError,
     ReplayDenied,
     ReplayUnavailable,
     Restartable,
     ServiceError,
     StoppedByAlarm,
+    Unavailable,
+    UnusableFile,
 )
-from headrace.launch.supervisor import Child, Finished, GiveUp, Restart, RestartPolicy
+from headrace.launch.supervisor import BUFFER, START, Child, Finished, GiveUp, Restart, RestartPolicy
 from headrace.net.service import (
     EXIT_ALARM,
     EXIT_BUFFER_UNAVAILABLE,
@@ -75,17 +78,75 @@ def test_law_6_a_buffer_that_was_there_is_waited_for_without_limit(
     code: int, known: dict[str, Any], waits: bool
 ) -> None:
     decided = decide(code, fruitless=2000, **known)
-    assert (isinstance(decided, Restart) and decided.waits) == waits
+    assert (isinstance(decided, Restart) and decided.waits == BUFFER) == waits
     assert isinstance(decided, GiveUp) != waits
 
 
-def test_an_outage_counts_no_crashes() -> None:
-    child = Child("trainer", [], None, fruitless=7, waits_for="its server is away")
+def because(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def caused(error: Exception, cause: Exception) -> Ending:
+    return raised(because(error, cause))
+
+
+def raised(error: Exception) -> Ending:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return Ending.of(caught.value)
+
+
+GONE, FULL = FileNotFoundError(2, "No such file"), OSError(28, "No space left on device")
+AROUND: dict[str, tuple[int, Ending]] = {
+    "a file": (EXIT_USER_ERROR, caused(ConfigError("security.tls_cert can't be used"), GONE)),
+    "a disk": (EXIT_USER_ERROR, caused(ServiceError("can't write a checkpoint"), FULL)),
+    "a cause's cause": (EXIT_USER_ERROR, caused(ServiceError("no"), because(ValueError("broken"), GONE))),
+    "unforeseen": (EXIT_INTERNAL_ERROR, raised(FULL)),
+    "half a file": (EXIT_USER_ERROR, Ending.of(UnusableFile("line 2 is not `ROLE TOKEN`"))),
+    "said so": (EXIT_USER_ERROR, Ending.of(ExceptionGroup("", [Unavailable("the directory does not exist")]))),
+}
+
+
+@pytest.mark.parametrize(("code", "ending"), AROUND.values(), ids=AROUND)
+def test_law_6_a_start_that_fails_for_its_surroundings_is_repeated(code: int, ending: Ending) -> None:
+    known = {"was_let_in": True, "is_starting": True, "ending": ending, "before": ending, "fruitless": 2000}
+    decided = decide(code, **known)
+    assert (decided.waits, ending.message in decided.reason) == (START, True)
+    # a first start, also of a replica that is known before its engine is up, and what fails at work
+    for otherwise in ({"was_let_in": False}, {"was_ready": False}, {"is_starting": False}):
+        assert isinstance(decide(code, **{**known, **otherwise}), GiveUp)
+
+
+@pytest.mark.parametrize("error", [ConfigError("unknown key"), ServiceError("another trainer has taken over the run")])
+def test_a_start_that_fails_for_another_reason_ends_the_run(error: HeadraceError) -> None:
+    ending = caused(error, ValueError("7"))
+    assert isinstance(decide(EXIT_USER_ERROR, was_let_in=True, is_starting=True, ending=ending), GiveUp)
+
+
+def test_law_6_a_start_that_can_not_write_its_reason_is_tried_again() -> None:
+    decided = decide(EXIT_USER_ERROR, was_let_in=True, is_starting=True)
+    assert decided.waits == START
+    assert "free space" in decided.reason
+    assert decide(EXIT_USER_ERROR, is_starting=True, was_ready=False) == GiveUp("exit code 1")
+
+
+def test_pauses_of_a_wait_grow_by_the_waits_alone() -> None:
+    known = {"was_let_in": True, "is_starting": True, "ending": AROUND["a file"][1]}
+    pauses = [decide(EXIT_USER_ERROR, **known, fruitless=3, waited=waited).delay_s for waited in range(3)]
+    assert pauses == [1.0, 2.0, 3.0]
+
+
+def test_a_wait_counts_from_its_begin_and_ends_once_the_service_works() -> None:
+    child = Child("trainer", [], None, fruitless=7)
+    child.note_wait(BUFFER, "its server is away")
+    since = child.waits_since
+    child.note_wait(BUFFER, "it is a replica")
+    assert (child.waits_since, child.waits_why) == (since, "it is a replica")
+    child.note_wait(START, "its certificate is gone")
+    assert (child.waits_for, child.waits_since > since) == (START, True)
     child.note_let_in()
-    assert (child.was_let_in, child.fruitless, child.waits_for) == (True, 0, "")
-    child.fruitless = 7
-    child.note_let_in()
-    assert child.fruitless == 7, "what crashed since is not forgotten"
+    assert (child.was_let_in, child.waits_for, child.fruitless) == (True, "", 7), "what crashed is not forgotten"
 
 
 def test_delays_double_up_to_the_longest() -> None:

@@ -457,11 +457,12 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize(("text", "said"), ENDLESS.values(), ids=ENDLESS)
-@pytest.mark.parametrize("marks", ["", "cluster: {}\n"], ids=["headrace", "nemo-rl"])
 @pytest.mark.timeout(120)
-def test_yaml_that_grows_without_end_is_refused_at_once(file: Path, marks: str, text: str, said: str) -> None:
-    file.write_text(marks + text)
+def test_yaml_that_grows_without_end_is_refused_at_once(file: Path) -> None:
+    for text, said in ENDLESS.values():
+        file.write_text(text)
+        assert said in refusal(file), text[:100]
+    file.write_text("cluster: {}\n" + text)  # what may be read is translated where it is NeMo RL's
     assert said in refusal(file)
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from headrace.base.errors import ConfigError
-from headrace.env.attachment import dial_options
+from headrace import Environment
+from headrace.base.errors import ConfigError, HeadraceError, ServiceError, UnusableFile
+from headrace.env import attachment
+from headrace.env.attachment import Attachment, DialOptions, dial_options
 from headrace.env.wire import fit_results
 from headrace.v1 import trajectory_pb2
 from headrace.v1.trajectory_pb2 import Result
@@ -56,3 +62,45 @@ def test_a_token_file_that_lacks_the_environment_is_named(tmp_path: Path) -> Non
     assert options.token is not None
     with pytest.raises(ConfigError, match="'environment mine'"):
         options.token()
+
+
+class Dialling(Attachment):
+    """Finds at each dial what is next of `hub`: it is admitted, and the stream ends; or the error is raised. The last ends it."""
+
+    hub_says: Iterator[BaseException | None]
+
+    @contextlib.asynccontextmanager
+    async def _dialled(self) -> AsyncIterator[tuple[Any, list[tuple[str, str]]]]:
+        if (error := next(self.hub_says)) is not None:
+            raise error
+        yield None, []
+
+    async def _serve(self, stub: Any, metadata: Any) -> None:
+        self._admitted = True
+
+
+def refusal(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "no such token")
+
+
+AWAY = UnusableFile("the file of tokens is half written"), refusal(grpc.StatusCode.UNAUTHENTICATED)
+
+
+@pytest.mark.parametrize("away", AWAY, ids=["own", "of the hub"])
+def test_law_6_replaced_tokens_end_only_what_was_never_attached(
+    away: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "_FIRST_PAUSE_S", 0.001)
+
+    def ends(*hub_says: BaseException | None) -> tuple[str, list[BaseException | None]]:
+        Dialling.hub_says = iter(hub_says)
+        with pytest.raises(HeadraceError) as ended:
+            Dialling("hub:1", Environment(), "mine", 1, DialOptions).wait()
+        return str(ended.value), [*Dialling.hub_says]
+
+    over = ServiceError("over")
+    assert ends(None, away, away, None, over) == ("over", [])
+    said, rest = ends(away, over)
+    assert ("token" in said, rest) == (True, [over])
+    said, rest = ends(None, refusal(grpc.StatusCode.PERMISSION_DENIED), over)
+    assert ("PERMISSION_DENIED" in said, rest) == (True, [over])

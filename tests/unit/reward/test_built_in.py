@@ -10,7 +10,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from headrace import Sample, Score
-from headrace.base.tagged_json import to_json
+from headrace.base.tagged_json import from_json, to_json
 from headrace.config.environments import (
     KINDS,
     LengthConfig,
@@ -159,7 +159,9 @@ def test_every_task_scores_an_entry_from_the_wire_as_its_own() -> None:
         info = {"task": task, "entry": to_json(entry)}
         wire = Trajectory.FromString(sample_to_wire(Sample(answer, info, environment="gym")).SerializeToString())
         score = score_one(environment, wire)
-        assert sample_from_wire(wire).extra_env_info == info, task
+        told = sample_from_wire(wire).extra_env_info
+        assert told == info, task
+        assert from_json(told["entry"])["metadata"] == entry["metadata"], task
         assert (score.status, score.message) == ("SCORED", ""), task
         assert score.reward == pytest.approx(dataset.score_answer(answer.strip(), entry)), task
         for text in UNREADABLE:

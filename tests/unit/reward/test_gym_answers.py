@@ -153,8 +153,8 @@ def test_a_problem_that_no_task_wrote_is_unsound(task: str, entry: dict[str, Any
 
 @pytest.mark.parametrize("task", sorted(SOUND))
 def test_what_a_task_writes_is_sound_and_its_own_answer_is_seen(task: str) -> None:
-    dataset = reasoning_gym.create_dataset(task, size=20, seed=7)
-    for entry in dataset:
+    size = 5 if task == "intermediate_integration" else 20  # it takes long to integrate what it asks for
+    for entry in reasoning_gym.create_dataset(task, size=size, seed=7):
         assert sound(task, entry), entry
         # the task itself sometimes has no better answer than the question
         assert acceptable(task, entry["answer"], entry) or "Integral" in entry["answer"], entry

@@ -140,7 +140,8 @@ def test_a_rubric_beside_a_template_must_be_shown() -> None:
         "{{ completion }}{% set n = namespace(x='a') %}{% for _ in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     ],
 )
-def test_an_endless_template_is_an_error_with_its_key(source: str) -> None:
+def test_an_endless_template_is_an_error_with_its_key(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_CHECK_S", 1)
     with pytest.raises(ConfigError, match=r"env\.polite\.template"):
         check_template("polite", judge(source))
 

@@ -40,7 +40,7 @@ def acting(act: Callable[[Any], Any], road: str) -> Environment:
 ROADS = [f"{way} {method}" for way in ("plain", "async", "returned") for method in ("score", "score_batch", "episode")]
 
 
-async def ends(mine: Environment, times: int = 1) -> list[Score]:
+async def ends(mine: Environment, times: int) -> list[Score]:
     """What becomes of so many samples, one after the other: more than the environment has slots. Each result crosses the wire."""
     found = []
     if mine.runs_episodes:
@@ -59,17 +59,17 @@ async def ends(mine: Environment, times: int = 1) -> list[Score]:
 
 @pytest.mark.parametrize("road", ROADS)
 async def test_every_exception_fails_its_sample_and_frees_its_slot(road: str) -> None:
-    for kind in ERRORS:
-        error = made(kind)
+    errors = [made(kind) for kind in ERRORS]
+    left = iter(errors)
 
-        def act(_: Any, error: BaseException = error) -> Any:
-            raise error
+    def act(_: Any) -> Any:
+        raise next(left)
 
-        for score in await ends(acting(act, road), times=3):
-            assert (score.status, score.reward) == ("FAILED", None), kind
-            assert score.message.startswith(type(error).__name__), kind
-            assert __file__ in score.message, kind
-            assert "act" in score.traceback, kind
+    for error, score in zip(errors, await ends(acting(act, road), times=len(errors)), strict=True):
+        assert (score.status, score.reward) == ("FAILED", None), error
+        assert score.message.startswith(type(error).__name__), error
+        assert __file__ in score.message, error
+        assert "act" in score.traceback, error
 
 
 @pytest.mark.parametrize("road", ROADS)
@@ -87,15 +87,15 @@ async def test_after_an_iterator_that_was_empty_the_next_samples_are_scored(road
 
 @pytest.mark.parametrize("road", ROADS)
 async def test_what_is_no_reward_fails_its_sample_alone_and_frees_its_slot(road: str) -> None:
-    for number, make in enumerate(VALUES):
+    left = iter(VALUES)
 
-        def act(given: Any, make: Callable[[], Any] = make) -> Any:
-            value = make()
-            return [value] if isinstance(given, Sequence) else value
+    def act(given: Any) -> Any:
+        value = next(left)()
+        return [value] if isinstance(given, Sequence) else value
 
-        for score in await ends(acting(act, road), times=3):
-            assert (score.status, score.reward) == ("FAILED", None), number
-            assert score.message, number
+    for number, score in enumerate(await ends(acting(act, road), times=len(VALUES))):
+        assert (score.status, score.reward) == ("FAILED", None), number
+        assert score.message, number
 
 
 async def test_in_a_batch_what_is_no_reward_fails_alone() -> None:

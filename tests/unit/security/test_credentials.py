@@ -60,6 +60,23 @@ def test_a_deleted_line_is_revoked_at_once_and_a_gone_file_all(tmp_path: Path) -
     assert (known.role("two"), known.role("three")) == (None, "operator")
 
 
+def test_law_6_while_its_file_is_replaced_a_caller_presents_its_token(tmp_path: Path) -> None:
+    """Who accepts tokens accepts none meanwhile."""
+    path = tmp_path / "credentials"
+    path.write_text("reader one\nscorer two\n")
+    known = Credentials(path)
+    reader, scorer = known.make_token_source("reader"), known.make_token_source("scorer")
+    assert reader is not None
+    assert scorer is not None
+    path.unlink()
+    assert (reader(), scorer(), known.role("one")) == ("one", "two", None)
+    for half in ("", "reader\n", "reader thr"):
+        path.write_text(half)
+        assert scorer() == "two"
+    path.write_text("scorer four\nreader three\n")
+    assert (reader(), scorer(), known.role("one"), known.role("three")) == ("three", "four", None, "reader")
+
+
 @pytest.mark.parametrize("text", ["operator\n", "operator tökén\n"])
 def test_a_line_that_is_none_is_named_without_what_it_says(tmp_path: Path, text: str) -> None:
     path = tmp_path / "credentials"

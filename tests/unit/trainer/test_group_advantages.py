@@ -1,11 +1,14 @@
 """Advantages of trajectories within their group."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config.grpo import GRPOAdvEstimatorConfig
+from headrace_services.replay import library
 from headrace_services.trainer.learning.algorithms.statistics import (
     ROUNDING,
     all_equal,
@@ -59,6 +62,11 @@ def test_all_values_of_a_group_have_to_be_equal() -> None:
     assert all_equal(np.array([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])).tolist() == [True, False, False]
     # rounding has no advantage either
     assert all_equal(np.array([[0.3, 0.1 + 0.2], [0.3, 0.3001]])).tolist() == [True, False]
+
+
+def test_dynamic_sampling_and_the_trainer_agree_on_what_is_rounding() -> None:
+    (found,) = re.findall(r"ROUNDING = (\S+)", library.built_in().source())
+    assert float(found) == ROUNDING
 
 
 @pytest.mark.parametrize(("leave_one_out", "percentages"), [(False, (25.0, 50.0, 25.0)), (True, (37.5, 62.5, 0.0))])

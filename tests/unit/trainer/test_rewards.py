@@ -223,6 +223,13 @@ def test_a_trajectory_whose_mean_error_is_the_threshold_stays() -> None:
     np.testing.assert_array_equal(batch.multipliers, [1.0])
 
 
+def test_a_reward_of_1_but_for_rounding_is_a_correct_one() -> None:
+    """0.7 + 0.2 + 0.1 is less than 1. One near 1 is not it, nor is more."""
+    batch = made([0.7 + 0.2 + 0.1, 1.0, 0.999, 2.0], old_logprobs=-np.ones(12))
+    batch.rollout_logprobs = np.zeros(12, np.float32)
+    assert mask_by_logprob_error(batch, 1.5, Ranks())["masked_correct_pct"] == 0.5
+
+
 def test_a_token_outside_top_k_or_top_p_is_no_disagreement() -> None:
     batch = made([0.0], old_logprobs=[-1.0, -np.inf, -1.0])
     metrics = mask_by_logprob_error(batch, 1.5, Ranks())

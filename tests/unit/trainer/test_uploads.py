@@ -15,14 +15,22 @@ from unittest.mock import Mock
 import pytest
 from pydantic import ValidationError
 
-from headrace.base.errors import CodecError, ConfigError, MissingPackage, Restartable, ServiceError
+from headrace.base.errors import (
+    CodecError,
+    ConfigError,
+    MissingPackage,
+    Restartable,
+    ServiceError,
+    Unavailable,
+    is_outage,
+)
 from headrace.base.files import link_or_copy
 from headrace.run import object_store, stored_run
 from headrace.run.checkpoints import DAMAGE, LOCK, STATE, FolderLock, find_change
 from headrace.run.folder import SAVED
 from headrace.run.journal import JOURNAL, read_journal
 from headrace.run.lineage import FOLDER, LineageFiles
-from headrace.run.object_store import RunStore, StoreStatus, list_problems, write_status
+from headrace.run.object_store import RunStore, StoreStatus, StoreUnreachable, list_problems, write_status
 from headrace_services.trainer.control import uploads
 from headrace_services.trainer.control.uploads import Uploads
 from tests.support.s3_server import CUT, DONE, S3Server, moto_server, s3_server
@@ -348,6 +356,21 @@ def test_retention_takes_nothing_from_an_upload(s3: S3Server, machine: Make) -> 
     assert [*first.config.checkpoint_folder.glob(".uploading-*")] == []
 
 
+@pytest.mark.parametrize(("method", "status"), [("PUT", CUT), ("PUT", 403), ("PUT", 404), ("GET", 503)])
+def test_law_6_a_claim_tells_that_it_is_the_store_that_is_away(
+    s3: S3Server, machine: Make, first: Machine, method: str, status: int
+) -> None:
+    first.send(10)
+    first.uploads.close()
+    again = machine("first")
+    s3.spoil = lambda asked, name: status if asked == method else None
+    with pytest.raises(ServiceError) as away:
+        again.claim()
+    assert is_outage(away.value)
+    s3.spoil = lambda asked, name: None
+    assert again.start("t2") == 10
+
+
 def test_a_second_trainer_is_refused_while_the_first_lives(
     s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,8 +379,9 @@ def test_a_second_trainer_is_refused_while_the_first_lives(
     first.start("t1")
     first.send(10)
     second = machine("second")
-    with pytest.raises(ServiceError, match=r"process \d+ on "):
+    with pytest.raises(ServiceError, match=r"process \d+ on ") as refused:
         second.claim()
+    assert not is_outage(refused.value)
     assert not second.folder.exists()
     assert second.claim(buffer="t1")  # the buffer, which both have, refuses the first from now on
     first.uploads.close()
@@ -576,7 +600,7 @@ def test_a_manifest_that_leads_out_of_the_folder_is_refused(s3: S3Server, first:
 
 @pytest.mark.parametrize(
     ("status", "kind", "word"),
-    [(403, ServiceError, "credentials"), (404, ServiceError, "bucket"), (503, Restartable, "503")],
+    [(403, Unavailable, "credentials"), (404, Unavailable, "bucket"), (503, StoreUnreachable, "503")],
 )
 def test_a_store_that_refuses_is_found_before_the_start(
     s3: S3Server, machine: Make, status: int, kind: type[ServiceError], word: str
@@ -636,9 +660,17 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("where", ["first", "elsewhere"])
+# By day a manifest, its removal and later metrics, with a successor elsewhere. In its own folder one need not fetch what is there, which
+# is tried with a manifest.
+BY_DAY = {(each, "elsewhere") for each in MOMENTS if "of a file" not in each} | {("a manifest", "first")}
+
+
 @pytest.mark.parametrize(
-    "moment", [pytest.param(each, marks=[pytest.mark.nightly] * ("of a file" in each)) for each in MOMENTS]
+    ("moment", "where"),
+    [
+        pytest.param(*case, marks=[pytest.mark.nightly] * (case not in BY_DAY))
+        for case in itertools.product(MOMENTS, ("first", "elsewhere"))
+    ],
 )
 def test_law_4_what_a_frozen_trainer_asks_for_late_harms_nothing(
     s3: S3Server, machine: Make, monkeypatch: pytest.MonkeyPatch, moment: str, where: str
