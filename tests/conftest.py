@@ -209,8 +209,23 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    with importing():
+    with _one_first(), importing():
         return (yield)
+
+
+@contextlib.contextmanager
+def _one_first() -> Iterator[None]:
+    """Of the processes that share the tests, have one collect them before the others: what pytest makes of the assertions of a file, which
+    takes longer than to collect it, is then there for all."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with (folder_of_sockets() / "collecting").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
 
 
 class _Failures:
