@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make setup   install everything into $(VENV); with ENGINE=vllm, for GPUs"
 	@echo "make demo    train a small model through the whole pipeline"
-	@echo "make test    lint, types, contracts and the tests, in about ten minutes on two cores"
+	@echo "make test    lint, types, contracts and the tests, in about nine minutes on two cores"
 	@echo "make test-all    the same with everything at nightly size, in about an hour and a half"
 	@echo "make chaos   the pipeline under faults, FAULTS=100 SEED=(today) unless given"
 	@echo "make golden  what is computed, answered and written, compared with the golden files; RENEW=1 renews them"
