@@ -41,16 +41,17 @@ def new_id(name: str, now: datetime.datetime) -> str:
 def new_folder(runs: Path, name: str, now: datetime.datetime) -> Iterator[str]:
     """Make the folder of a new run under `runs`, and yield the run's id: `new_id`, with a number if another run has that one. Starts come
     within one second of each other where a script makes them. If nothing is in the folder at the end, it is removed."""
-    first, is_first = new_id(name, now), not runs.exists()
-    for number in itertools.count(1):
-        run_id = first if number == 1 else f"{first}-{number}"
-        try:
-            (runs / run_id).mkdir(parents=True, mode=0o700)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise cannot_write(runs, error) from error
-        break
+    first = new_id(name, now)
+    try:
+        is_first = not runs.exists()
+        runs.mkdir(parents=True, exist_ok=True)  # by itself: of a link to a disk that is away it says that it exists
+        for number in itertools.count(1):
+            run_id = first if number == 1 else f"{first}-{number}"
+            with contextlib.suppress(FileExistsError):
+                (runs / run_id).mkdir(mode=0o700)
+                break
+    except OSError as error:
+        raise cannot_write(runs, error) from error
     try:
         yield run_id
     finally:

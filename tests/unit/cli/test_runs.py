@@ -53,8 +53,14 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path: Path)
     with runs.new_folder(tmp_path / "evals", "adder", AT):
         pass
     assert not (tmp_path / "evals").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_runs_need_a_folder_that_is_there(tmp_path: Path, kind: str) -> None:
+    # a link to a disk that is away exists, and no folder can be made in its place
     (tmp_path / "file").touch()
-    with pytest.raises(ServiceError, match="file"), runs.new_folder(tmp_path / "file", "adder", AT):
+    (tmp_path / "link").symlink_to(tmp_path / "away" / "runs")
+    with pytest.raises(ServiceError, match=kind), runs.new_folder(tmp_path / kind, "adder", AT):
         pass
 
 
