@@ -133,7 +133,7 @@ class RestartPolicy:
                 return Restart(wait_s, how, START)
             if ending is None and exit_code == EXIT_USER_ERROR:
                 return Restart(
-                    wait_s, f"{how}, and the reason could not be written beside its log; free space there", START
+                    wait_s, f"{how}, and no reason beside its log; free space there, or mend what the log ends with", START
                 )
         if exit_code in (EXIT_USER_ERROR, EXIT_ALARM):
             return GiveUp(how)
@@ -160,7 +160,7 @@ class Child:
     source_signature: tuple[int, ...] | None = None  # of the `source` of the current process
     was_ready: bool = False
     was_let_in: bool = False  # by the buffer's server
-    waits_for: str = ""  # `BUFFER` or `START`, once a restart had to wait, until the service works
+    waits_for: str = ""  # `BUFFER` or `START`, once a restart had to wait, until the service works or ends in another way
     waits_why: str = ""
     waits_since: float = 0.0
     state: str = NOT_STARTED
@@ -318,7 +318,7 @@ class Supervisor:
                     child.state = "finished"
                     return
                 case GiveUp(reason):
-                    child.state = "failed"
+                    child.state, child.waits_for = "failed", ""
                     if child.ending is not None and child.ending.error == StoppedByAlarm.__name__:
                         raise StoppedByAlarm(reason)
                     raise ServiceFailed(
@@ -330,6 +330,8 @@ class Supervisor:
                         self.report(f"{child.name}: {reason}; restarting it in {delay_s:.0f} s")
                     if waits:
                         child.note_wait(waits, reason)
+                    else:
+                        child.waits_for = ""  # what it waited for is there: it has crashed
                     await asyncio.sleep(delay_s)
                     child.restarts += 1
                     child.waited += bool(waits)

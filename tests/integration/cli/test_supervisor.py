@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -131,6 +132,23 @@ async def test_law_6_waits_are_no_crashes(supervisor: Supervisor, tmp_path: Path
     assert (tmp_path / "lives").read_text() == "x" * 8
     assert (service.waited, service.fruitless, service.restarts) == (5, 2, 7)
     assert "/away" in service.waits_why
+
+
+@pytest.mark.parametrize("code", [70, 3])
+async def test_a_service_that_crashes_or_fails_waits_no_longer(
+    supervisor: Supervisor, tmp_path: Path, code: int
+) -> None:
+    """A file is away at its first start, and it has crashed, or can't continue, since."""
+    lives = f"""match len(lives.read_text()):
+            case 1: Path('/away').read_bytes()
+            case 2: sys.exit({code})
+            case _: sys.exit(0)"""
+    service = child(tmp_path, SERVICE.format(work=lives), ends_run=True)
+    service.was_ready = service.was_let_in = True
+    with contextlib.suppress(ServiceFailed):
+        await supervisor.supervise(service)
+    assert (service.waited, service.waits_for) == (1, "")
+    assert service.state == ("finished" if code == 70 else "failed")
 
 
 async def test_law_6_a_service_whose_log_can_not_be_opened_waits(tmp_path: Path) -> None:
