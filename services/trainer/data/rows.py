@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import json
 import mimetypes
+import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +31,9 @@ from .faults import BadRow, Faults
 # Where verl has the expected answer of a row.
 VERL_TRUTH = "reward_model.ground_truth"
 # Fields in which data sets have what is shown beside the text of a problem.
-_MEDIA = {f"{kind}{plural}" for kind in ("image", "video", "audio") for plural in ("", "s")}
+_MEDIA = [f"{kind}{plural}" for kind in ("image", "video", "audio") for plural in ("", "s")]
+# How PNG, JPEG, GIF and RIFF (WebP, WAV, AVI) begin in Base64.
+_BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 # Characters. A longer line is not a line of prompts, and would fill the memory.
 _LONGEST_LINE = 64 << 20
 
@@ -81,8 +84,8 @@ def find_columns(row: Mapping[str, Any], input_key: str, output_key: str | None)
 def check_text(row: Mapping[str, Any], for_environment: Collection[str]) -> None:
     """Raise `BadRow` for a row that has images, videos or sound beside its text: the policy would never see them. The fields
     `for_environment` are not asked."""
-    for name in _MEDIA - {*for_environment}:
-        if _is_media(row.get(name)):
+    for name in _MEDIA:
+        if name not in for_environment and _is_media(row.get(name)):
             kind = f"field {name!r} holds what the policy would never see: it reads text only"
             raise BadRow(
                 f"{kind}. Choose a data set of text; or name the field in info_keys if it is for the environment alone, or leave it out "
@@ -95,9 +98,10 @@ def _is_media(value: Any) -> bool:
     match value:
         case None | bool() | int() | float():
             return False
-        case str():  # a file or an address; others name other things, such as the image of a container
-            kind, _ = mimetypes.guess_type(value)
-            return value.startswith("data:") or (kind or "").partition("/")[0] in ("image", "video", "audio")
+        case str():  # a file, an address or its content; others name other things, such as the image of a container
+            path = re.split(r"[?#]", value, maxsplit=1)[0] if "://" in value else value
+            kind, _ = mimetypes.guess_type(path)
+            return value.startswith(("data:", *_BASE64)) or (kind or "").partition("/")[0] in ("image", "video", "audio")
         case Mapping():
             return any(_is_media(item) for item in value.values())
         case list() | tuple():

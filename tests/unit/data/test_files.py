@@ -304,6 +304,8 @@ def test_a_column_that_can_not_be_carried_is_named(tmp_path: Path, row: dict[str
         ("images", ["a.png"]),
         ("images", [{"image": "file:///a.jpg"}]),
         ("image", "data:image/png;base64,iVBO"),
+        ("image", "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"),
+        ("image", "https://example.com/a.jpg?signature=1f"),
         ("videos", ["https://example.com/a.mp4"]),
         ("audio", {"path": "a.wav", "bytes": None}),
     ],
@@ -319,7 +321,7 @@ def test_what_is_shown_beside_the_text_is_never_left_out(
     assert problem.extra_env_info[field] == value
 
 
-@pytest.mark.parametrize("value", [None, [], "", "python:3.11-slim", ["registry.example/tasks/7"], 3])
+@pytest.mark.parametrize("value", [None, [], "", "python:3.11-slim", ["registry.example/tasks/7"], 3, "UK"])
 def test_a_field_of_that_name_without_a_picture_is_as_any(tmp_path: Path, value: Any) -> None:
     for field in ("image", "images"):
         (problem,) = read(write(tmp_path, "rows.jsonl", [{"prompt": "2+2", field: value}]))
