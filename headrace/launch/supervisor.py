@@ -133,7 +133,9 @@ class RestartPolicy:
                 return Restart(wait_s, how, START)
             if ending is None and exit_code == EXIT_USER_ERROR:
                 return Restart(
-                    wait_s, f"{how}, and no reason beside its log; free space there, or mend what the log ends with", START
+                    wait_s,
+                    f"{how}, and no reason beside its log; free space there, or mend what the log ends with",
+                    START,
                 )
         if exit_code in (EXIT_USER_ERROR, EXIT_ALARM):
             return GiveUp(how)
@@ -160,7 +162,7 @@ class Child:
     source_signature: tuple[int, ...] | None = None  # of the `source` of the current process
     was_ready: bool = False
     was_let_in: bool = False  # by the buffer's server
-    waits_for: str = ""  # `BUFFER` or `START`, once a restart had to wait, until the service works or ends in another way
+    waits_for: str = ""  # `BUFFER` or `START`, once a restart had to wait, until the service works or crashes
     waits_why: str = ""
     waits_since: float = 0.0
     state: str = NOT_STARTED
@@ -228,13 +230,13 @@ class Child:
 
     def take_ending(self) -> Ending | None:
         """Return the exception that ended the last process, and forget it; None if it told none: it was killed, or is not a service."""
-        if self.ending_file is None or not self.ending_file.exists():
+        if self.ending_file is None:
             return None
         try:
             told = self.ending_file.read_bytes()
             self.ending_file.unlink()
             return msgspec.json.decode(told, type=Ending)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # it was killed while it wrote, or its disk is away
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # none, a part, or its disk is away
             return None
 
     def log_tail(self) -> str:
@@ -298,10 +300,12 @@ class Supervisor:
         while True:
             before = child.ending
             try:
-                code = await self.run(child)
-                child.ending = child.take_ending()
+                process = self._start(child)
             except OSError as error:  # its log, or the process itself, can't be made
                 code, child.ending = EXIT_INTERNAL_ERROR, Ending.of(error)
+            else:
+                code = await self._follow(child, process)
+                child.ending = child.take_ending()
             match self.policy.decide(
                 code,
                 ends_run=child.ends_run,
@@ -339,11 +343,14 @@ class Supervisor:
 
     async def run(self, child: Child) -> int:
         """Start `child` and wait for it. Returns its exit code once its whole process group is gone."""
+        return await self._follow(child, self._start(child))
+
+    def _start(self, child: Child) -> subprocess.Popen[bytes]:
+        """Start `child`. No await comes between this and `_wait`: a cancelled task leaves no process that `stop` doesn't know of."""
         if self._guarding is None:
             self._guarding = asyncio.create_task(self._keep_guard())
         child.is_starting = True
         source = None if child.source is None else signature(child.source)  # before the process reads it
-        # no await between here and `_wait`: a cancelled task leaves no process that `stop` doesn't know of
         with contextlib.ExitStack() as opened:
             log = None
             if child.log is not None:
@@ -352,7 +359,7 @@ class Supervisor:
                 child.log_start = log.tell()
             child.take_ending()  # of an earlier run
             own = self.environ if child.environ is None else child.environ
-            process = subprocess.Popen(  # noqa: ASYNC220
+            process = subprocess.Popen(
                 child.argv,
                 pass_fds=[sock.fileno() for sock in child.reserved],
                 stdin=subprocess.DEVNULL,
@@ -370,6 +377,10 @@ class Supervisor:
         child.pid, child.state, child.answered, child.silent_s = process.pid, "starting", False, 0.0
         child.source_signature = source
         self._notify_guard("+", process.pid)
+        return process
+
+    async def _follow(self, child: Child, process: subprocess.Popen[bytes]) -> int:
+        """Wait for a process of `child`. Returns its exit code once its whole group is gone. An error must not be taken for its end."""
         bounding = asyncio.create_task(self._bound_log(child))
         try:
             code = await _wait(process)

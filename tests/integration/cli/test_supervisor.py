@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -179,6 +180,22 @@ sys.exit(70)
         supervisor.close()
     assert (service.state, service.waited, service.fruitless) == ("finished", 1, 1)
     assert any(str(logs) in line for line in lines)
+
+
+async def test_a_process_that_can_not_be_watched_gets_no_second_one(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the operating system about a process that runs is not one about its start."""
+
+    def open_pidfd(pid: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr("headrace.launch.supervisor.os.pidfd_open", open_pidfd)
+    service = child(tmp_path, "import signal; signal.pause()")
+    service.was_ready = service.was_let_in = True
+    with pytest.raises(OSError, match="too many"):
+        await asyncio.wait_for(supervisor.supervise(service), 5.0)
+    assert service.restarts == 0
 
 
 async def test_what_must_be_mended_is_not_tried_again(supervisor: Supervisor, tmp_path: Path) -> None:
