@@ -101,17 +101,28 @@ def _own_problems(
 
 def _tell_apart(parts: list[tuple[_Template, list[Problem]]]) -> list[tuple[_Template, list[Problem]]]:
     """Return the parts with task names of their own. Each task has its own metrics, and data sets of one name (`gsm8k/test.parquet`,
-    `math/test.parquet`) would be one task. They get their folder's name too, or, where that is the same, their number."""
+    `math/test.parquet`) would be one task. They get their folder's name too, or, where that is the same, their number: of validation, what
+    is held out of training comes after its own data sets."""
     parts = [(template, problems) for template, problems in parts if problems]
-    for rename in (_Template.in_its_folder, _Template.numbered):
+    for rename in (_name_by_folder, _name_by_number):
         shared = _repeated(problems[0].task_name for _, problems in parts)
         parts = [
-            (template, [dataclasses.replace(each, task_name=rename(template, each.task_name)) for each in problems])
+            (template, [dataclasses.replace(each, task_name=rename(each.task_name, template, at)) for each in problems])
             if problems[0].task_name in shared
             else (template, problems)
-            for template, problems in parts
+            for at, (template, problems) in enumerate(parts)
         ]
     return parts
+
+
+def _name_by_folder(task: str, template: _Template, _: int) -> str:
+    """Return the name of a source's task with that of the folder in which it is, if it comes from a path."""
+    path = template.source.data_path
+    return task if path is None else f"{Path(path).absolute().parent.name}-{task}"
+
+
+def _name_by_number(task: str, _: _Template, number: int) -> str:
+    return f"{task}-{number}"
 
 
 def _repeated(names: Iterable[str]) -> set[str]:
@@ -248,15 +259,6 @@ class _Template:
                     "prompt_file",
                 )
         return cls(source, number, system, prompt, tuple(sorted(named - {"", "0"})), _public(env))
-
-    def in_its_folder(self, task: str) -> str:
-        """Return the name of the source's task with that of the folder in which it is, if it comes from a path."""
-        path = self.source.data_path
-        return task if path is None else f"{Path(path).absolute().parent.name}-{task}"
-
-    def numbered(self, task: str) -> str:
-        """Return the name of the source's task with its number in the configuration."""
-        return f"{task}-{self.number}"
 
     def question(self, problem: Problem) -> str:
         """Return the text that identifies the problem among others."""

@@ -101,7 +101,11 @@ def _is_media(value: Any) -> bool:
         case str():  # a file, an address or its content; others name other things, such as the image of a container
             path = re.split(r"[?#]", value, maxsplit=1)[0] if "://" in value else value
             kind, _ = mimetypes.guess_type(path)
-            return value.startswith(("data:", *_BASE64)) or (kind or "").partition("/")[0] in ("image", "video", "audio")
+            return value.startswith(("data:", *_BASE64)) or (kind or "").partition("/")[0] in (
+                "image",
+                "video",
+                "audio",
+            )
         case Mapping():
             return any(_is_media(item) for item in value.values())
         case list() | tuple():

@@ -273,3 +273,14 @@ def test_data_sets_of_one_name_are_tasks_of_their_own(tmp_path: Path) -> None:
         load_problems(held)
     _, both = load_problems(data(train=sums[0], validation=files[:2]))
     assert [problem.task_name for problem in both] == ["gsm8k-test", "math-test"]
+
+
+def test_what_is_held_out_is_no_task_of_the_validation_sets(tmp_path: Path) -> None:
+    """Two files have the name of file and folder, and each is the first of its list."""
+    files = [tmp_path / "a" / "math" / "test.jsonl", tmp_path / "b" / "math" / "test.jsonl"]
+    for number, file in enumerate(files):
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(f'{{"input": "{number}+{other}", "output": "?"}}\n' for other in range(2)))
+    train, validation = ({"data_path": str(file)} for file in files)
+    _, asked = load_problems(data(train=[{**train, "split_validation_size": 0.5}], validation=[validation]))
+    assert [problem.task_name for problem in asked] == ["math-test-0", "math-test-0", "math-test-1"]
