@@ -67,10 +67,11 @@ class UnusableFile(ConfigError, Unavailable):
 
 def is_outage(error: BaseException | None) -> bool:
     """Whether an error comes from what is around a service, not from its configuration: it is `Unavailable`, or its cause is an error of
-    the operating system, about a file, a disk or a connection."""
-    while error is not None and not isinstance(error, OSError | Unavailable):
+    the operating system, about a file, a disk or a connection. A `Restartable` is about the process: what hangs in it ends in a
+    `TimeoutError`, which Python counts among those."""
+    while error is not None and not isinstance(error, OSError | Unavailable | Restartable):
         error = error.__cause__
-    return error is not None
+    return isinstance(error, OSError | Unavailable)
 
 
 class StoppedByAlarm(ServiceError):

@@ -27,6 +27,7 @@ from headrace.net.service import (
     EXIT_USER_ERROR,
     Ending,
 )
+from headrace.run.object_store import StoreUnreachable
 
 POLICY = RestartPolicy(limit=3, first_delay_s=1.0, longest_delay_s=3.0)
 
@@ -122,6 +123,15 @@ def test_law_6_a_start_that_fails_for_its_surroundings_is_repeated(code: int, en
 def test_a_start_that_fails_for_another_reason_ends_the_run(error: HeadraceError) -> None:
     ending = caused(error, ValueError("7"))
     assert isinstance(decide(EXIT_USER_ERROR, was_let_in=True, is_starting=True, ending=ending), GiveUp)
+
+
+def test_a_part_that_hangs_again_and_again_is_no_outage() -> None:
+    """A deadline ends in a TimeoutError, which Python counts among the errors of the operating system."""
+    ending = caused(Restartable("the engine does not answer"), TimeoutError())
+    decided = decide(EXIT_INTERNAL_ERROR, fruitless=3, was_let_in=True, is_starting=True, ending=ending, before=ending)
+    assert isinstance(decided, GiveUp)
+    store = caused(StoreUnreachable("s3://runs can't be reached"), TimeoutError())
+    assert decide(EXIT_INTERNAL_ERROR, fruitless=3, was_let_in=True, is_starting=True, ending=store).waits == START
 
 
 def test_law_6_a_start_that_can_not_write_its_reason_is_tried_again() -> None:
