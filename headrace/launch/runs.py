@@ -55,8 +55,9 @@ def new_folder(runs: Path, name: str, now: datetime.datetime) -> Iterator[str]:
     try:
         yield run_id
     finally:
-        with contextlib.suppress(OSError):  # it isn't empty, or is gone
-            (runs / run_id).rmdir()
+        with contextlib.suppress(OSError):  # it isn't empty
+            with contextlib.suppress(FileNotFoundError):
+                (runs / run_id).rmdir()
             if is_first:
                 runs.rmdir()
 

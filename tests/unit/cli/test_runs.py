@@ -50,9 +50,14 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path: Path)
         assert (first, second) == ("adder-20260102-030405", "adder-20260102-030405-2")
         (tmp_path / "runs" / second / "something").touch()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [second]
-    with runs.new_folder(tmp_path / "evals", "adder", AT):
-        pass
-    assert not (tmp_path / "evals").exists()
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_start_that_writes_nothing_leaves_no_folder(tmp_path: Path, removed: bool) -> None:
+    with runs.new_folder(tmp_path / "runs", "adder", AT) as run_id:
+        if removed:  # by one who has written something
+            (tmp_path / "runs" / run_id).rmdir()
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
