@@ -171,7 +171,7 @@ def _read(path: Path) -> list[tuple[str, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
+        raise UnusableFile(
             f"security.credentials {path} can't be read ({error}); `headrace credentials` makes such a file"
         ) from error
     lines = []

@@ -16,7 +16,7 @@ import prometheus_client
 
 from headrace.base.addresses import find_proxy, url_through_proxy
 from headrace.base.backoff import pause_after
-from headrace.base.errors import ConfigError, UnusableFile
+from headrace.base.errors import UnusableFile
 from headrace.base.http_client import AnswerTooLarge, HttpAnswer, HttpClient, NotReached
 from headrace.base.tasks import cancel
 from headrace.base.tls import client_context
@@ -266,7 +266,7 @@ def _headers(judge: JudgeConfig) -> dict[str, str]:
     try:
         key = Path(judge.api_key_file).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
+        raise UnusableFile(
             f"judges.api_key_file {judge.api_key_file} can't be read ({error}); give a file that holds only the key"
         ) from error
     if not key or not key.isprintable():  # HTTP has no header with a line break

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, is_outage
 from headrace.cli.credentials import assign_roles
 from headrace.config import Config
 from headrace.net.credentials import REDIS_ROLES, Credentials, buffer_url, complete, list_roles
@@ -75,6 +75,15 @@ def test_law_6_while_its_file_is_replaced_a_caller_presents_its_token(tmp_path: 
         assert scorer() == "two"
     path.write_text("scorer four\nreader three\n")
     assert (reader(), scorer(), known.role("one"), known.role("three")) == ("three", "four", None, "reader")
+
+
+@pytest.mark.parametrize("half", [b"reader x\noper", "reader x\nenvironment spiel\u00e4".encode()[:-1]])
+def test_law_6_half_a_file_may_be_a_whole_one_later(tmp_path: Path, half: bytes) -> None:
+    path = tmp_path / "credentials"
+    path.write_bytes(half)
+    with pytest.raises(ConfigError) as refused:
+        Credentials(path)
+    assert is_outage(refused.value)
 
 
 @pytest.mark.parametrize("text", ["operator\n", "operator tökén\n"])
