@@ -1,4 +1,4 @@
--- Dynamic sampling: a group whose trajectories all have the same reward, but for rounding, teaches nothing: its advantages are 0.
+-- Dynamic sampling: a group whose trajectories have the same reward but for rounding teaches nothing: its advantages are rounding too.
 --
 -- The run's `filter` says what to compare: '' nothing; `<low> <high>` the rewards, clamped to these bounds; `<low> <high> components` each
 -- of the reward components in the score records, clamped in the same way.
