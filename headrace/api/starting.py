@@ -49,7 +49,6 @@ def start(
         if is_locked(folder / RUN_LOCK):
             raise ServiceError(f"run {run_id} is already up; {follow}")
         # two starts of one run must not write each other's inputs, nor take the other's `headrace up` for their own
-        _make(folder)
         held.enter_context(runs.held(folder / _LOCK, f"run {run_id} is being started", follow))
         try:
             given += _of_inputs(reward, data, folder / INPUTS, write=True)
@@ -59,13 +58,6 @@ def start(
         finally:
             if is_new and not (folder / SAVED).exists():
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
 
 
 def _of_inputs(reward: inputs.Reward | None, data: Any, folder: Path, *, write: bool = False) -> list[str]:
@@ -139,7 +131,7 @@ def _has_started(folder: Path, begun: float, said: str) -> bool:
     """Whether the run is up since `begun`, by the `headrace up` that has `said` this: another one may have been faster."""
     with contextlib.suppress(CodecError):  # of an earlier start: this one overwrites it
         record = history.read_record(folder)
-        return record is not None and record.since >= begun and f"run {folder.name} in " in said
+        return record is not None and record.since >= begun and runs.HEADING.format(folder.name) in said
     return False
 
 

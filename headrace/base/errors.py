@@ -62,7 +62,7 @@ class Unavailable(ServiceError):
 
 
 class UnusableFile(ConfigError, Unavailable):
-    """Raised when a file that the configuration names holds something else than it should: it may be half written."""
+    """Raised when a file that the configuration names is missing, can't be read or is not what it should be: it may be half written."""
 
 
 def is_outage(error: BaseException | None) -> bool:

@@ -6,7 +6,7 @@ The libraries that load models report such files as "header too large", as out o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -23,6 +23,16 @@ def problem_of_model(folder: Path) -> str | None:
         if (problem := find_problem(path)) is not None:
             return problem
     return None
+
+
+def problem_of_weights(model: str, lacking: Iterable[str]) -> str | None:
+    """Return what is wrong with a model, by the name of its class, whose files lack these weights; None if they lack none. transformers
+    draws them at random, and only warns."""
+    names = sorted({*lacking})
+    if not names:
+        return None
+    some = ", ".join(names[:3])
+    return f"{model} has {len(names)} weights that its files lack, or have in another shape: {some}; they would be random numbers"
 
 
 def find_problem(path: Path) -> str | None:

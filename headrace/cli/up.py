@@ -86,7 +86,7 @@ def _up(config: Path, given: Sequence[str], examined: Loaded, elsewhere: int) ->
         start.record(loaded.run_folder, loaded, examined.origin)
         for warning in warnings:
             say(f"warning: {hide(warning)}")
-        say(f"run {loaded.run.id} in {loaded.run_folder} ({age_bound(loaded)})")
+        say(f"{runs.HEADING.format(loaded.run.id)}{loaded.run_folder} ({age_bound(loaded)})")
         if translation:
             say(f"{translation.summary}; `headrace config check {config}` lists them")
         if line := continues(loaded):

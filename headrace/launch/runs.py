@@ -30,6 +30,8 @@ from headrace.run.journal import JOURNAL, read_bytes, read_journal
 from headrace.run.start import START
 
 _SHOWN_RUNS = 5  # in an error
+# How the line begins, with the run's id, that `headrace up` prints once it holds the run; `headrace.api` waits for it.
+HEADING = "run {} in "
 
 
 def new_id(name: str, now: datetime.datetime) -> str:
@@ -44,7 +46,8 @@ def new_folder(runs: Path, name: str, now: datetime.datetime) -> Iterator[str]:
     first = new_id(name, now)
     try:
         is_first = not runs.exists()
-        runs.mkdir(parents=True, exist_ok=True)  # by itself: of a link to a disk that is away it says that it exists
+        # first: below a link to a disk that is away, `parents` would raise FileExistsError, as for a name that is taken
+        runs.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             run_id = first if number == 1 else f"{first}-{number}"
             with contextlib.suppress(FileExistsError):
@@ -247,7 +250,7 @@ def held(path: Path, problem: str, remedy: str) -> Iterator[None]:
     """Hold the lock of a file, which names this process. If another process holds it, raise `ServiceError` with the problem, that process
     and the remedy."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = path.open("a+", encoding="utf-8")
     except OSError as error:
         raise cannot_write(path.parent, error) from error

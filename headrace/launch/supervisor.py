@@ -128,7 +128,7 @@ class RestartPolicy:
         if is_denied or exit_code == EXIT_BUFFER_UNAVAILABLE:
             waits = was_let_in or (was_ready and not is_denied)
             return Restart(wait_s, how, BUFFER) if waits else GiveUp(how)
-        if was_ready and was_let_in and is_starting:  # seen to be so: who doesn't look says at once that it was ready
+        if was_ready and was_let_in and is_starting:  # both: `was_ready` alone is set from the start where nobody asks
             if ending is not None and ending.is_outage:
                 return Restart(wait_s, how, START)
             if ending is None and exit_code == EXIT_USER_ERROR:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.model_files import problem_of_weights
 from headrace.config.environments import RewardModelConfig
 from headrace.records.trajectory import apply_template
 
@@ -72,11 +73,8 @@ class RewardModelOnDevice:
         model, found = AutoModelForSequenceClassification.from_pretrained(
             env.model_name, dtype=getattr(torch, env.precision), use_safetensors=True, output_loading_info=True
         )
-        if missing := sorted(found["missing_keys"]):  # transformers draws them at random, and so would be the rewards
-            raise ValueError(
-                f"{type(model).__name__} has {len(missing)} weights that its files lack: {', '.join(missing[:3])}; give a model that was "
-                "saved with its head"
-            )
+        if (problem := problem_of_weights(type(model).__name__, found["missing_keys"])) is not None:
+            raise ValueError(f"{problem}. Give a model that was saved with its head")
         if model.config.num_labels != 1:
             raise ValueError(
                 f"it has {model.config.num_labels} labels, but a reward is one number; give a model with one label"

@@ -136,7 +136,7 @@ def check_template(name: str, env: LLMJudgeConfig) -> None:
     told = json.dumps({"source": env.template, "rubric": env.rubric, "scale": list(env.scale), "shown": shown})
     try:
         checked = subprocess.run(
-            [sys.executable, "-P", "-m", "headrace_services.reward.judge.template", str(_CHECK_S)],
+            [sys.executable, "-P", "-m", "headrace_services.reward.judge.template"],
             input=told.encode(),
             capture_output=True,
             timeout=10 * _CHECK_S,
@@ -187,8 +187,7 @@ def find_problem(source: str, rubric: str | None, scale: Sequence[float], shown:
 
 
 def _main() -> None:
-    seconds = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CHECK_S, _CHECK_S))
     resource.setrlimit(resource.RLIMIT_AS, (_CHECK_BYTES, _CHECK_BYTES))
     told = json.load(sys.stdin)
     sys.stdout.write(find_problem(**told))

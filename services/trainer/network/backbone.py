@@ -43,6 +43,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from headrace.base.errors import ServiceError
+from headrace.base.model_files import problem_of_weights
 from headrace.base.model_name import is_no_hub_name
 from headrace.config import Config
 
@@ -402,12 +403,11 @@ def fill(model: Any, device: torch.device) -> None:
 
 
 def refuse_missing(name: str, model: Any, keys: Iterable[str]) -> None:
-    """Raise `ServiceError` if there are `keys`: weights of `model` that the files of `name` lack. transformers draws them at random."""
-    if missing := sorted({*keys}):
+    """Raise `ServiceError` if there are `keys`: weights of `model` that the files of `name` lack."""
+    if (problem := problem_of_weights(type(model).__name__, keys)) is not None:
         raise ServiceError(
-            f"{name!r}: {type(model).__name__} has {len(missing)} weights that its files lack, or have in another shape: "
-            f"{', '.join(missing[:3])}; they would be random numbers. Save the model again with all of them under these names, or correct "
-            "its config.json (tie_word_embeddings, architectures)"
+            f"{name!r}: {problem}. Save the model again with all of them under these names, or correct its config.json "
+            "(tie_word_embeddings, architectures)"
         )
 
 
